@@ -1,0 +1,110 @@
+"""Where ranks are: ids, nodes, capacities, and who is dead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from eplb_service.errors import InvalidInputError
+from eplb_service.ids import RankId
+
+
+class LinkKind(Enum):
+    """How far apart two ranks are; the price of a copy or a token hop grows with it."""
+
+    SAME_RANK = "same_rank"
+    SAME_NODE = "same_node"
+    CROSS_NODE = "cross_node"
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The ranks of an expert-parallel group, in column order of its placements.
+
+    rank_ids: stable ids, unique, any order (not always 0..R-1).
+    nodes: node name of each rank, same length; from registration, never from a constant.
+    capacity: relative speed of each rank, > 0; None = all equal.
+    dead: ids of ranks that serve nothing now; their slots are -1 in every placement.
+
+    >>> Topology.regular(num_ranks=4, num_nodes=2).node_of(2)
+    'node1'
+    """
+
+    rank_ids: tuple[RankId, ...]
+    nodes: tuple[str, ...]
+    capacity: tuple[float, ...] | None = None
+    dead: frozenset[RankId] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.rank_ids:
+            raise InvalidInputError("a topology needs at least one rank; got none")
+        if len(set(self.rank_ids)) != len(self.rank_ids):
+            raise InvalidInputError(f"rank ids must be unique; got {list(self.rank_ids)}")
+        if len(self.nodes) != len(self.rank_ids):
+            raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(self.nodes)} node names; give one node for each rank")
+        if self.capacity is not None:
+            if len(self.capacity) != len(self.rank_ids):
+                raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(self.capacity)} capacities")
+            if not all(0 < value < float("inf") for value in self.capacity):
+                raise InvalidInputError(f"capacities must be finite and > 0; got {list(self.capacity)}")
+        unknown = self.dead - set(self.rank_ids)
+        if unknown:
+            raise InvalidInputError(f"dead ranks {sorted(unknown)} are not among the ranks {list(self.rank_ids)}")
+
+    @classmethod
+    def regular(cls, *, num_ranks: int, num_nodes: int = 1) -> Topology:
+        """Ranks 0..R-1, spread over nodes in blocks as even as possible (the first nodes get the rest).
+
+        Raises InvalidInputError when num_nodes > num_ranks or either is < 1.
+        """
+        if num_ranks < 1 or num_nodes < 1:
+            raise InvalidInputError(f"ranks and nodes must be at least 1; got ranks={num_ranks}, nodes={num_nodes}")
+        if num_nodes > num_ranks:
+            raise InvalidInputError(f"{num_nodes} nodes for {num_ranks} ranks: a node without a rank; use --nodes {num_ranks} or fewer")
+        size, rest = divmod(num_ranks, num_nodes)
+        nodes = [f"node{node}" for node in range(num_nodes) for _ in range(size + (node < rest))]
+        return cls(tuple(RankId(rank) for rank in range(num_ranks)), tuple(nodes))
+
+    @property
+    def num_ranks(self) -> int:
+        """R, dead ranks included."""
+        return len(self.rank_ids)
+
+    @property
+    def node_names(self) -> tuple[str, ...]:
+        """Distinct nodes in order of first appearance."""
+        return tuple(dict.fromkeys(self.nodes))
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return len(self.node_names)
+
+    @property
+    def node_indices(self) -> tuple[int, ...]:
+        """Node index (into `node_names`) of each rank position. Length R."""
+        index = {name: position for position, name in enumerate(self.node_names)}
+        return tuple(index[name] for name in self.nodes)
+
+    def position_of(self, rank_id: int) -> int:
+        """Column position of a rank id. Raises InvalidInputError when it is not of this group."""
+        try:
+            return self.rank_ids.index(RankId(rank_id))
+        except ValueError:
+            raise InvalidInputError(f"rank {rank_id} is not among the ranks {list(self.rank_ids)}") from None
+
+    def node_of(self, rank_id: int) -> str:
+        """Node name of a rank id."""
+        return self.nodes[self.position_of(rank_id)]
+
+    def link(self, source_position: int, target_position: int) -> LinkKind:
+        """Kind of the link between two rank positions."""
+        if source_position == target_position:
+            return LinkKind.SAME_RANK
+        same = self.nodes[source_position] == self.nodes[target_position]
+        return LinkKind.SAME_NODE if same else LinkKind.CROSS_NODE
+
+    def alive_positions(self) -> Sequence[int]:
+        """Positions of ranks that are not dead, ascending."""
+        return [position for position, rank in enumerate(self.rank_ids) if rank not in self.dead]
