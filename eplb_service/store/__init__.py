@@ -1,0 +1,1 @@
+"""Where the planner keeps what must outlive it."""
