@@ -1,0 +1,1 @@
+"""What the hook needs from an engine (`port`), and the engines."""

@@ -1,0 +1,124 @@
+"""What the hook needs from an engine, and the only way in which it sees one.
+
+An engine adapter implements `EnginePort` and calls, from the thread that runs the model:
+
+    hook.begin_step(num_real_tokens=…)          before the first kernel of every forward pass, real or dummy, on every rank
+    hook.record(layer, experts, source=…)       with the logical ids that the router chose (real tokens only)
+
+Everything that the hook writes (slot weights, routing tables) is written in place, at a step boundary, on the engine's
+compute stream: captured graphs keep their addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import torch
+
+from eplb_service.control import Address, LayerInfo
+from eplb_service.ids import DeploymentId, LayerRef, Phase, RankId
+
+
+class TensorKind(StrEnum):
+    """How a tensor depends on the expert in its slot."""
+
+    EXPERT = "expert"  # belongs to the expert: moves with it
+    DERIVED = "derived"  # computed from the expert's tensors: re-derived after a flip (`rederive`)
+    SHARED = "shared"  # one for the rank: must be bit-equal on all ranks, never moved
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTensor:
+    """One tensor of all slots of a layer. data: shape (S, …): live storage, written in place at a flip.
+
+    layout: a tag such as `linear` or `swizzled`; must be equal on all ranks.
+    """
+
+    data: torch.Tensor
+    kind: TensorKind = TensorKind.EXPERT
+    layout: str = "linear"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTables:
+    """The tables that the engine's dispatch reads; the hook writes them in place.
+
+    physical_to_logical: (P,) int64, -1 = empty slot.
+    logical_to_physical: (E, width) int64, slots of each expert ascending, padded with -1 (never selected).
+    replica_counts: (E,) int64.
+    """
+
+    physical_to_logical: torch.Tensor
+    logical_to_physical: torch.Tensor
+    replica_counts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """One model that the engine serves. initial: layer id → row of shape (P,), what the slots hold after loading."""
+
+    name: str
+    digest: str
+    layers: tuple[LayerInfo, ...]
+    initial: Mapping[int, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """What the engine is; constant for one forming of its group.
+
+    rendezvous_host, rendezvous_port: where rank `group_rank_ids[0]` may listen for the hook's own groups (TCP).
+    """
+
+    deployment: DeploymentId
+    address: Address
+    node: str
+    group_rank_ids: tuple[RankId, ...]
+    nodes: tuple[str, ...]
+    phase: Phase
+    stage: int
+    models: tuple[EngineModel, ...]
+    capacity: float
+    dispatch: str
+    replica_table_width: int
+    rendezvous_host: str
+    rendezvous_port: int
+
+
+class EnginePort(Protocol):
+    """The engine, as the hook sees it. Methods are called on the engine's model thread, `fail_stop` on any."""
+
+    def describe(self) -> EngineDescription:
+        """What the engine is."""
+        ...
+
+    def slot_tensors(self, layer: LayerRef) -> Mapping[str, SlotTensor]:
+        """Every tensor of the layer's experts, by name; asked once, the storage must stay."""
+        ...
+
+    def routing_tables(self, layer: LayerRef) -> RoutingTables:
+        """The layer's routing tables; asked once, the storage must stay."""
+        ...
+
+    def rederive(self, layer: LayerRef, slots: Sequence[int]) -> None:
+        """Recompute DERIVED tensors of these slots, on the compute stream; called inside the flip."""
+        ...
+
+    def weights_version(self) -> int:
+        """Bumped by whatever changes weights under us: reload, sync, adapters, sleep and wake."""
+        ...
+
+    def compute_stream(self) -> torch.cuda.Stream | None:
+        """The stream that runs the model; None on a device without streams."""
+        ...
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured now: the hook then neither copies, flushes nor synchronises."""
+        ...
+
+    def fail_stop(self, reason: str) -> None:
+        """The outcome of a commit is unknown: run no further step until the group has re-formed, or exit."""
+        ...
