@@ -1,0 +1,1 @@
+"""Programs and models that show the project at work; nothing in the service or the agent imports them."""
