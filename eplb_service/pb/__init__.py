@@ -1,0 +1,1 @@
+"""Generated protocol code: made by `make proto`, never edited."""

@@ -1,0 +1,228 @@
+from eplb_service.pb.v1 import common_pb2 as _common_pb2
+from eplb_service.pb.v1 import placement_pb2 as _placement_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatusRequest(_message.Message):
+    __slots__ = ("deployment",)
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    def __init__(self, deployment: _Optional[str] = ...) -> None: ...
+
+class RankStatus(_message.Message):
+    __slots__ = ("address", "node", "state", "voting", "off_reason", "boundary", "idle", "staging_bytes", "windows_dropped", "last_seen_s_ago", "chunk_state")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VOTING_FIELD_NUMBER: _ClassVar[int]
+    OFF_REASON_FIELD_NUMBER: _ClassVar[int]
+    BOUNDARY_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
+    LAST_SEEN_S_AGO_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_STATE_FIELD_NUMBER: _ClassVar[int]
+    address: _common_pb2.Address
+    node: str
+    state: str
+    voting: bool
+    off_reason: str
+    boundary: int
+    idle: bool
+    staging_bytes: int
+    windows_dropped: int
+    last_seen_s_ago: float
+    chunk_state: str
+    def __init__(self, address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., state: _Optional[str] = ..., voting: bool = ..., off_reason: _Optional[str] = ..., boundary: _Optional[int] = ..., idle: bool = ..., staging_bytes: _Optional[int] = ..., windows_dropped: _Optional[int] = ..., last_seen_s_ago: _Optional[float] = ..., chunk_state: _Optional[str] = ...) -> None: ...
+
+class RolloutStatus(_message.Message):
+    __slots__ = ("generation", "state", "chunks_done", "chunks_total", "chunk_id", "age_s", "stalled", "last_error")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_DONE_FIELD_NUMBER: _ClassVar[int]
+    CHUNKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    STALLED_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    state: str
+    chunks_done: int
+    chunks_total: int
+    chunk_id: int
+    age_s: float
+    stalled: bool
+    last_error: str
+    def __init__(self, generation: _Optional[int] = ..., state: _Optional[str] = ..., chunks_done: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunk_id: _Optional[int] = ..., age_s: _Optional[float] = ..., stalled: bool = ..., last_error: _Optional[str] = ...) -> None: ...
+
+class SettingsView(_message.Message):
+    __slots__ = ("deployment", "mode", "paused", "pause_reason", "policy")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_REASON_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    mode: str
+    paused: bool
+    pause_reason: str
+    policy: str
+    def __init__(self, deployment: _Optional[str] = ..., mode: _Optional[str] = ..., paused: bool = ..., pause_reason: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+
+class VerdictView(_message.Message):
+    __slots__ = ("move", "code", "reason", "decided_at_s", "numbers")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    MOVE_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    move: bool
+    code: str
+    reason: str
+    decided_at_s: float
+    numbers: _containers.ScalarMap[str, float]
+    def __init__(self, move: bool = ..., code: _Optional[str] = ..., reason: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class DeploymentStatus(_message.Message):
+    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads")
+    class WindowsRefusedEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_FIELD_NUMBER: _ClassVar[int]
+    LAST_VERDICT_FIELD_NUMBER: _ClassVar[int]
+    LIVE_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    IMBALANCE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_COVERAGE_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_INDEX_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    state: str
+    reason: str
+    phase: _common_pb2.Phase
+    settings: SettingsView
+    epoch: int
+    ranks: _containers.RepeatedCompositeFieldContainer[RankStatus]
+    rollout: RolloutStatus
+    last_verdict: VerdictView
+    live_generation: int
+    imbalance: _common_pb2.Imbalance
+    window_coverage: float
+    window_index: int
+    windows_accepted: int
+    windows_refused: _containers.ScalarMap[str, int]
+    window_tokens: int
+    layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Layer]
+    rank_loads: _common_pb2.Array
+    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s")
+    PLANNER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STORE_FIELD_NUMBER: _ClassVar[int]
+    STORE_OK_FIELD_NUMBER: _ClassVar[int]
+    DEPLOYMENTS_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    planner: str
+    version: str
+    store: str
+    store_ok: bool
+    deployments: _containers.RepeatedCompositeFieldContainer[DeploymentStatus]
+    uptime_s: float
+    def __init__(self, planner: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., store_ok: bool = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+
+class PlanRequest(_message.Message):
+    __slots__ = ("deployment", "policy")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    policy: str
+    def __init__(self, deployment: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+
+class PlanResponse(_message.Message):
+    __slots__ = ("proposal", "verdict", "solve_s")
+    PROPOSAL_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    SOLVE_S_FIELD_NUMBER: _ClassVar[int]
+    proposal: _placement_pb2.GenerationView
+    verdict: VerdictView
+    solve_s: float
+    def __init__(self, proposal: _Optional[_Union[_placement_pb2.GenerationView, _Mapping]] = ..., verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., solve_s: _Optional[float] = ...) -> None: ...
+
+class RebalanceRequest(_message.Message):
+    __slots__ = ("deployment", "idempotency_key", "force", "policy")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    idempotency_key: str
+    force: bool
+    policy: str
+    def __init__(self, deployment: _Optional[str] = ..., idempotency_key: _Optional[str] = ..., force: bool = ..., policy: _Optional[str] = ...) -> None: ...
+
+class RebalanceResponse(_message.Message):
+    __slots__ = ("generation", "verdict")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    verdict: VerdictView
+    def __init__(self, generation: _Optional[int] = ..., verdict: _Optional[_Union[VerdictView, _Mapping]] = ...) -> None: ...
+
+class RollbackRequest(_message.Message):
+    __slots__ = ("deployment", "generation", "idempotency_key")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    generation: int
+    idempotency_key: str
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("deployment", "reason")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    reason: str
+    def __init__(self, deployment: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ResumeRequest(_message.Message):
+    __slots__ = ("deployment",)
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    def __init__(self, deployment: _Optional[str] = ...) -> None: ...
+
+class SetModeRequest(_message.Message):
+    __slots__ = ("deployment", "mode")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    MODE_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    mode: str
+    def __init__(self, deployment: _Optional[str] = ..., mode: _Optional[str] = ...) -> None: ...

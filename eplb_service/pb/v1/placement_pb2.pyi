@@ -1,0 +1,127 @@
+from eplb_service.pb.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GenerationState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GENERATION_STATE_UNSPECIFIED: _ClassVar[GenerationState]
+    GENERATION_STATE_PUBLISHED: _ClassVar[GenerationState]
+    GENERATION_STATE_ROLLING_OUT: _ClassVar[GenerationState]
+    GENERATION_STATE_ACTIVE: _ClassVar[GenerationState]
+    GENERATION_STATE_STOPPED: _ClassVar[GenerationState]
+    GENERATION_STATE_SUPERSEDED: _ClassVar[GenerationState]
+GENERATION_STATE_UNSPECIFIED: GenerationState
+GENERATION_STATE_PUBLISHED: GenerationState
+GENERATION_STATE_ROLLING_OUT: GenerationState
+GENERATION_STATE_ACTIVE: GenerationState
+GENERATION_STATE_STOPPED: GenerationState
+GENERATION_STATE_SUPERSEDED: GenerationState
+
+class GetPlacementRequest(_message.Message):
+    __slots__ = ("deployment", "generation")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    generation: int
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class WatchPlacementRequest(_message.Message):
+    __slots__ = ("deployment", "known_digest")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    known_digest: str
+    def __init__(self, deployment: _Optional[str] = ..., known_digest: _Optional[str] = ...) -> None: ...
+
+class ListGenerationsRequest(_message.Message):
+    __slots__ = ("deployment", "limit")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    limit: int
+    def __init__(self, deployment: _Optional[str] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class ListGenerationsResponse(_message.Message):
+    __slots__ = ("generations",)
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    generations: _containers.RepeatedCompositeFieldContainer[GenerationView]
+    def __init__(self, generations: _Optional[_Iterable[_Union[GenerationView, _Mapping]]] = ...) -> None: ...
+
+class GenerationView(_message.Message):
+    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    STOP_REASON_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    CREATED_AT_S_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_AT_S_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    LAYER_GENERATIONS_FIELD_NUMBER: _ClassVar[int]
+    FLIP_BOUNDARIES_FIELD_NUMBER: _ClassVar[int]
+    ROLLOUT_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    generation: int
+    placement: _common_pb2.Placement
+    state: GenerationState
+    reason: str
+    stop_reason: str
+    policy: str
+    created_at_s: float
+    active_at_s: float
+    before: _common_pb2.Imbalance
+    predicted: _common_pb2.Imbalance
+    lower_bound: _common_pb2.Imbalance
+    observed: _common_pb2.Imbalance
+    moves: _common_pb2.MoveSummary
+    layer_generations: _containers.RepeatedScalarFieldContainer[int]
+    flip_boundaries: _containers.RepeatedScalarFieldContainer[int]
+    rollout_s: float
+    epoch: int
+    placement_digest: str
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ...) -> None: ...
+
+class DiffPlacementsRequest(_message.Message):
+    __slots__ = ("deployment", "from_generation", "to_generation")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    FROM_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    TO_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    from_generation: int
+    to_generation: int
+    def __init__(self, deployment: _Optional[str] = ..., from_generation: _Optional[int] = ..., to_generation: _Optional[int] = ...) -> None: ...
+
+class SlotChange(_message.Message):
+    __slots__ = ("layer", "rank_id", "slot", "from_expert", "to_expert")
+    LAYER_FIELD_NUMBER: _ClassVar[int]
+    RANK_ID_FIELD_NUMBER: _ClassVar[int]
+    SLOT_FIELD_NUMBER: _ClassVar[int]
+    FROM_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    TO_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    layer: _common_pb2.Layer
+    rank_id: int
+    slot: int
+    from_expert: int
+    to_expert: int
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., rank_id: _Optional[int] = ..., slot: _Optional[int] = ..., from_expert: _Optional[int] = ..., to_expert: _Optional[int] = ...) -> None: ...
+
+class DiffPlacementsResponse(_message.Message):
+    __slots__ = ("changes", "moves")
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    changes: _containers.RepeatedCompositeFieldContainer[SlotChange]
+    moves: _common_pb2.MoveSummary
+    def __init__(self, changes: _Optional[_Iterable[_Union[SlotChange, _Mapping]]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ...) -> None: ...
