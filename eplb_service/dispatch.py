@@ -91,8 +91,8 @@ def _nearest_shares(copies: Float64Array, topology: Topology) -> Float64Array:
         shares[:, neighbours, :] += copies[:, neighbours, :] * near_share[:, None, :]
         far_share = np.divide(1.0, total, out=np.zeros_like(total), where=far)
         shares += copies * far_share[:, None, :]
-    shares /= max(1, len(alive))
-    return shares
+    result: Float64Array = shares / max(1, len(alive))
+    return result
 
 
 def rank_loads(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch: Dispatch = Dispatch.EVEN) -> Float64Array:

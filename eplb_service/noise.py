@@ -1,0 +1,126 @@
+"""Sampling noise of imbalance: what a placement would show on a fresh window of the same load and size.
+
+Rank loads of a layer are weighted sums of multinomial counts; for the sizes of windows they are close to normal. The largest
+of independent normals has a distribution that is a product of normal ones, so its mean and variance are integrals over a
+grid: no random numbers, the same answer on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.dispatch import Dispatch, rank_shares
+from eplb_service.placement import Table
+from eplb_service.topology import Topology
+
+Float64Array = npt.NDArray[np.float64]
+
+GRID_POINTS = 257
+GRID_SIGMAS = 6.0
+SUB_WINDOWS_MIN = 4
+"""Fewer sub-windows say too little of how the load varies; then plain multinomial noise is assumed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FreshImbalance:
+    """Imbalance that a placement is expected to show on a fresh window, with its standard error."""
+
+    mean: float
+    mean_error: float
+    worst: float
+    worst_error: float
+
+
+def normal_cdf(x: Float64Array) -> Float64Array:
+    """Distribution function of the standard normal, to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26)."""
+    z = np.abs(x) / np.sqrt(2.0)
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    tail = 0.5 * polynomial * np.exp(-z * z)
+    result: Float64Array = np.where(x >= 0, 1.0 - tail, tail)
+    return result
+
+
+def largest_of_normals(means: Float64Array, errors: Float64Array) -> tuple[float, float]:
+    """Mean and standard deviation of the largest of independent normals. Both inputs: shape (n,)."""
+    top = float(means.max())
+    if not (errors > 0).any():
+        return top, 0.0
+    low = float((means - GRID_SIGMAS * errors).max())
+    high = float((means + GRID_SIGMAS * errors).max())
+    grid = np.linspace(low, high, GRID_POINTS)
+    scale = np.where(errors > 0, errors, 1e-12 * max(1.0, abs(top)))
+    below = normal_cdf((grid[:, None] - means[None, :]) / scale[None, :])
+    cumulative = np.clip(np.prod(below, axis=1), 0.0, 1.0)
+    step = grid[1] - grid[0]
+    mass = np.diff(cumulative, prepend=0.0)
+    mass[-1] += 1.0 - cumulative[-1]
+    middle = grid - step / 2
+    mean = float((mass * middle).sum())
+    return mean, float(np.sqrt(max(0.0, float((mass * (middle - mean) ** 2).sum()))))
+
+
+def overdispersion(loads: Float64Array) -> float:
+    """How much more the load varies between neighbouring sub-windows than multinomial sampling would; at least 1.
+
+    Loads: shape (W, L, E). Differences of neighbours, so that slow drift hardly counts; the median over layers. 1.0 when there
+    are fewer than SUB_WINDOWS_MIN sub-windows.
+    """
+    if loads.shape[0] < SUB_WINDOWS_MIN:
+        return 1.0
+    totals = loads.sum(axis=2, keepdims=True)
+    busy = (totals[:, :, 0] > 0).all(axis=0)
+    if not busy.any():
+        return 1.0
+    shares = loads[:, busy] / totals[:, busy]
+    pooled = loads[:, busy].sum(axis=0) / totals[:, busy].sum(axis=0)
+    differences = np.diff(shares, axis=0)
+    inverse = 1.0 / totals[1:, busy] + 1.0 / totals[:-1, busy]
+    seen = (differences**2 / inverse).sum(axis=2).mean(axis=0)
+    multinomial = (pooled * (1.0 - pooled)).sum(axis=1)
+    ratio = np.divide(seen, multinomial, out=np.ones_like(seen), where=multinomial > 0)
+    return max(1.0, float(np.median(ratio)))
+
+
+def rank_moments(
+    loads: Float64Array, table: Table, topology: Topology, dispatch: Dispatch, dispersion: float
+) -> tuple[Float64Array, Float64Array]:
+    """Mean and standard error of each rank's load over its fair share. Loads: shape (L, E). Both: shape (L, alive ranks).
+
+    The largest value of a layer is its imbalance. A layer without load has (1, 0). Hashed dispatch adds its own binomial noise.
+    """
+    alive = list(topology.alive_positions())
+    capacity = np.ones(len(alive)) if topology.capacity is None else np.array([topology.capacity[p] for p in alive])
+    shares = rank_shares(table, topology, dispatch)[:, alive, :]
+    total = loads.sum(axis=1)
+    safe = np.where(total > 0, total, 1.0)
+    popularity = loads / safe[:, None]
+    first = np.einsum("lre,le->lr", shares, popularity)
+    second = np.einsum("lre,le->lr", shares**2, popularity)
+    variance = np.maximum(0.0, second - first**2) * dispersion
+    if dispatch is Dispatch.HASHED:
+        variance = variance + np.einsum("lre,le->lr", shares * (1.0 - shares), popularity)
+    fair = capacity / capacity.sum()
+    means = np.where(total[:, None] > 0, first / fair, 1.0)
+    errors = np.where(total[:, None] > 0, np.sqrt(variance / safe[:, None]) / fair, 0.0)
+    return means, errors
+
+
+def fresh_imbalance(moments: Sequence[tuple[Float64Array, Float64Array]]) -> FreshImbalance:
+    """From the rank moments of every table: imbalance on a fresh window, mean over layers and worst layer."""
+    layers = [largest_of_normals(means[i], errors[i]) for means, errors in moments for i in range(means.shape[0])]
+    expected = np.array([mean for mean, _ in layers])
+    error = np.array([spread for _, spread in layers])
+    worst, worst_error = largest_of_normals(
+        np.concatenate([means.ravel() for means, _ in moments]), np.concatenate([errors.ravel() for _, errors in moments])
+    )
+    return FreshImbalance(
+        mean=float(expected.mean()),
+        mean_error=float(np.sqrt((error**2).sum()) / error.size),
+        worst=worst,
+        worst_error=worst_error,
+    )
