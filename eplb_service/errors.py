@@ -53,7 +53,7 @@ class FencedError(StaleError):
     """A newer planner leads this deployment."""
 
 
-class EnvironmentFault(EplbError):
+class EnvironmentFault(EplbError):  # noqa: N818  (the tree above reads better without a second "Error")
     """The surroundings failed: store, network, disk, memory, deadline."""
 
 

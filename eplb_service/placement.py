@@ -71,7 +71,9 @@ class Table:
         if not self.rank_ids or len(set(self.rank_ids)) != len(self.rank_ids):
             raise InvalidInputError(f"rank ids must be unique and at least one; got {list(self.rank_ids)}")
         if array.shape[1] == 0 or array.shape[1] % len(self.rank_ids):
-            raise InvalidInputError(f"{array.shape[1]} slots do not divide over {len(self.rank_ids)} ranks; every rank has as many")
+            raise InvalidInputError(
+                f"{array.shape[1]} slots do not divide over {len(self.rank_ids)} ranks; every rank has as many"
+            )
         if array.size and (int(array.min()) < EMPTY_SLOT or int(array.max()) >= self.num_logical):
             layer, slot = np.argwhere((array < EMPTY_SLOT) | (array >= self.num_logical))[0].tolist()
             raise InvalidInputError(

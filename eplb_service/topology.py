@@ -61,7 +61,9 @@ class Topology:
         if num_ranks < 1 or num_nodes < 1:
             raise InvalidInputError(f"ranks and nodes must be at least 1; got ranks={num_ranks}, nodes={num_nodes}")
         if num_nodes > num_ranks:
-            raise InvalidInputError(f"{num_nodes} nodes for {num_ranks} ranks: a node without a rank; use --nodes {num_ranks} or fewer")
+            raise InvalidInputError(
+                f"{num_nodes} nodes for {num_ranks} ranks: a node without a rank; use --nodes {num_ranks} or fewer"
+            )
         size, rest = divmod(num_ranks, num_nodes)
         nodes = [f"node{node}" for node in range(num_nodes) for _ in range(size + (node < rest))]
         return cls(tuple(RankId(rank) for rank in range(num_ranks)), tuple(nodes))

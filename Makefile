@@ -1,0 +1,54 @@
+# Everything starts from a fresh machine with Python >= 3.11 and pip.
+#   make demo    set up, then serve a real MoE, rebalance it live and prove it
+#   make test    set up, then lint, types, import rules and all tests
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.setup-done
+# Extra words for `eplb demo` and pytest: make demo DEMO="--seconds 60", make test PYTEST="-k gate"
+DEMO ?=
+PYTEST ?=
+
+.PHONY: help setup demo test lint types imports unit proto check-proto bench-planner clean
+
+help:  ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eplb-service needs Python 3.11 or newer; this is %s. Set PYTHON=…" % sys.version.split()[0])'
+	@echo "setting up $(VENV) (once; about a minute, torch and ortools are large)"
+	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?" >&2; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $(STAMP)
+
+setup: $(STAMP)  ## make .venv with everything in it
+
+demo: $(STAMP)  ## run the main job end to end and prove it (under 2 minutes)
+	@$(BIN)/eplb demo $(DEMO)
+
+test: $(STAMP) lint types imports unit  ## everything: lint, types, import rules, tests
+
+lint: $(STAMP)  ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(STAMP)  ## mypy --strict over everything written by hand
+	@$(BIN)/mypy
+
+imports: $(STAMP)  ## which package may import which
+	@$(BIN)/lint-imports --no-logo
+
+unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
+	@$(BIN)/python -m pytest $(PYTEST)
+
+proto: $(STAMP)  ## generate the protocol code again
+	@$(BIN)/python proto/generate.py
+
+check-proto: $(STAMP)  ## fail when the committed protocol code is stale
+	@$(BIN)/python proto/generate.py --check
+
+bench-planner: $(STAMP)  ## policies on the standard work
+	@$(BIN)/python benchmarks/planner.py
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
