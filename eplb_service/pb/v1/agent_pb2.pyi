@@ -12,9 +12,16 @@ class ReportSemantics(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REPORT_SEMANTICS_UNSPECIFIED: _ClassVar[ReportSemantics]
     REPORT_SEMANTICS_LOCAL_TOKENS: _ClassVar[ReportSemantics]
     REPORT_SEMANTICS_GLOBAL_TOKENS: _ClassVar[ReportSemantics]
+
+class CountBasis(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    COUNT_BASIS_LOGICAL: _ClassVar[CountBasis]
+    COUNT_BASIS_CONVERTED_AT_END: _ClassVar[CountBasis]
 REPORT_SEMANTICS_UNSPECIFIED: ReportSemantics
 REPORT_SEMANTICS_LOCAL_TOKENS: ReportSemantics
 REPORT_SEMANTICS_GLOBAL_TOKENS: ReportSemantics
+COUNT_BASIS_LOGICAL: CountBasis
+COUNT_BASIS_CONVERTED_AT_END: CountBasis
 
 class LayerInfo(_message.Message):
     __slots__ = ("layer_id", "num_logical", "slots", "expert_bytes")
@@ -99,7 +106,7 @@ class TableCounts(_message.Message):
     def __init__(self, model: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., counts: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
 
 class LoadReport(_message.Message):
-    __slots__ = ("deployment", "address", "window_index", "boundary_begin", "boundary_end", "forward_passes", "tokens", "semantics", "phase", "warmup", "live_digest_begin", "live_digest_end", "step_time_min_s", "step_time_mean_s", "step_time_max_s", "tables")
+    __slots__ = ("deployment", "address", "window_index", "boundary_begin", "boundary_end", "forward_passes", "tokens", "semantics", "phase", "warmup", "live_digest_begin", "live_digest_end", "step_time_min_s", "step_time_mean_s", "step_time_max_s", "tables", "basis")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     WINDOW_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +123,7 @@ class LoadReport(_message.Message):
     STEP_TIME_MEAN_S_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_MAX_S_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
+    BASIS_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     address: _common_pb2.Address
     window_index: int
@@ -132,7 +140,8 @@ class LoadReport(_message.Message):
     step_time_mean_s: float
     step_time_max_s: float
     tables: _containers.RepeatedCompositeFieldContainer[TableCounts]
-    def __init__(self, deployment: _Optional[str] = ..., address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., window_index: _Optional[int] = ..., boundary_begin: _Optional[int] = ..., boundary_end: _Optional[int] = ..., forward_passes: _Optional[int] = ..., tokens: _Optional[int] = ..., semantics: _Optional[_Union[ReportSemantics, str]] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., warmup: bool = ..., live_digest_begin: _Optional[int] = ..., live_digest_end: _Optional[int] = ..., step_time_min_s: _Optional[float] = ..., step_time_mean_s: _Optional[float] = ..., step_time_max_s: _Optional[float] = ..., tables: _Optional[_Iterable[_Union[TableCounts, _Mapping]]] = ...) -> None: ...
+    basis: CountBasis
+    def __init__(self, deployment: _Optional[str] = ..., address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., window_index: _Optional[int] = ..., boundary_begin: _Optional[int] = ..., boundary_end: _Optional[int] = ..., forward_passes: _Optional[int] = ..., tokens: _Optional[int] = ..., semantics: _Optional[_Union[ReportSemantics, str]] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., warmup: bool = ..., live_digest_begin: _Optional[int] = ..., live_digest_end: _Optional[int] = ..., step_time_min_s: _Optional[float] = ..., step_time_mean_s: _Optional[float] = ..., step_time_max_s: _Optional[float] = ..., tables: _Optional[_Iterable[_Union[TableCounts, _Mapping]]] = ..., basis: _Optional[_Union[CountBasis, str]] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("address", "window_index", "accepted", "code", "reason")
