@@ -49,6 +49,11 @@ _ID_CHARS_MAX = 128
 _NUMBER_DIGITS_MAX = 15  # exact in the double that a sorted set scores by
 
 
+# Inside a class that has a method `list`, the type `list` cannot be named: these can.
+DeploymentIds = list[DeploymentId]
+JournalEntries = list[bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class Document:
     """A value and its version.
@@ -65,8 +70,9 @@ class Document:
 class Write:
     """Changes that apply together, or not at all.
 
-    >>> Write(write_id="w1", epoch=3, puts={"generation/12": b"…", "latest": b"12"}, expects={"generation/12": 0})
-    ... # doctest: +SKIP
+    Publishing generation 12 exactly once, as the leader of epoch 3:
+
+    >>> write = Write(write_id="w1", epoch=3, puts={"generation/12": b"...", "latest": b"12"}, expects={"generation/12": 0})
     """
 
     write_id: str
@@ -92,6 +98,10 @@ class Leadership:
     lease_s: float
 
 
+Listing = list[tuple[str, Document]]
+"""(name, document) pairs in the order asked for."""
+
+
 class Store(Protocol):
     """Versioned documents of deployments.
 
@@ -108,12 +118,10 @@ class Store(Protocol):
     async def ping(self) -> str:
         """One line about what answers (`valkey 9.1.2 at unix:///…`)."""
 
-    async def deployments(self) -> list[DeploymentId]:
+    async def deployments(self) -> DeploymentIds:
         """Every deployment that was ever led, sorted."""
 
-    async def lead(
-        self, deployment: DeploymentId, *, owner: str, lease_s: float, floor: int, write_id: str
-    ) -> Leadership:
+    async def lead(self, deployment: DeploymentId, *, owner: str, lease_s: float, floor: int, write_id: str) -> Leadership:
         """Take the lead with epoch 1 + max(stored, floor); the same owner may, and gets a higher epoch.
 
         Raises ConflictError, with the holder and what is left of its lease, while another owner's lease is alive.
@@ -131,9 +139,7 @@ class Store(Protocol):
     async def read(self, deployment: DeploymentId, names: tuple[str, ...]) -> dict[str, Document]:
         """The documents of these names as of one moment; absent names are left out."""
 
-    async def list(
-        self, deployment: DeploymentId, prefix: str, *, limit: int, newest_first: bool = True
-    ) -> list[tuple[str, Document]]:
+    async def list(self, deployment: DeploymentId, prefix: str, *, limit: int, newest_first: bool = True) -> Listing:
         """Documents of a directory (`prefix` ends with "/": `generation/`), by the number that ends the name, then by name.
 
         `newest_first` starts at the highest number; names without a number count as 0.
@@ -145,7 +151,7 @@ class Store(Protocol):
         Raises FencedError (naming both epochs) or ConflictError (naming the versions); either way nothing was written.
         """
 
-    async def journal(self, deployment: DeploymentId, *, limit: int) -> list[bytes]:
+    async def journal(self, deployment: DeploymentId, *, limit: int) -> JournalEntries:
         """The newest `limit` journal entries, oldest first."""
 
 
@@ -184,9 +190,7 @@ def fingerprint_of(write: Write) -> str:
 def check_deployment(deployment: str) -> None:
     """Raise InvalidInputError unless this can name a deployment."""
     if not _DEPLOYMENT.match(deployment):
-        raise InvalidInputError(
-            f"deployment {deployment!r} is no name: use 1 to 128 letters, digits, '.', '_' and '-'"
-        )
+        raise InvalidInputError(f"deployment {deployment!r} is no name: use 1 to 128 letters, digits, '.', '_' and '-'")
 
 
 def check_names(names: tuple[str, ...]) -> None:
@@ -245,8 +249,10 @@ def check_write_id(write_id: str) -> None:
 def check_lead(owner: str, lease_s: float, floor: int, write_id: str) -> None:
     """Raise InvalidInputError unless leadership can be asked for so."""
     check_write_id(write_id)
-    if not 1 <= len(owner) <= _ID_CHARS_MAX:
-        raise InvalidInputError(f"owner {owner[:40]!r} has {len(owner)} characters: use 1 to {_ID_CHARS_MAX}")
+    if not 1 <= len(owner) <= _ID_CHARS_MAX or not owner.isprintable():
+        raise InvalidInputError(
+            f"owner {owner[:40]!r} ({len(owner)} characters) is not usable: use 1 to {_ID_CHARS_MAX} printable characters"
+        )
     if not 0.001 <= lease_s <= LEASE_S_MAX:
         raise InvalidInputError(f"lease of {lease_s} s is out of range: use 0.001 to {LEASE_S_MAX:.0f} s")
     if not 0 <= floor < EPOCH_MAX:
