@@ -1,0 +1,193 @@
+"""The planner's configuration: every setting with its default, unit and meaning.
+
+What changes at run time (mode, pause, policy) starts from here and then lives in the store, which wins; `eplb status`
+shows what is in effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from eplb_service.errors import InvalidInputError
+from eplb_service.gate import CostModel, GateConfig
+from eplb_service.settings import Value, build, resolve, section, setting, settings_of
+from eplb_service.store.address import parse_address
+
+DEFAULT_PORT = 7470
+DEFAULT_METRICS_PORT = 7471
+MODES = ("observe", "auto")
+EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListenConfig:
+    """Where gRPC is served."""
+
+    host: str = setting("127.0.0.1", "address that gRPC is served on; 0.0.0.0 for all")
+    port: int = setting(DEFAULT_PORT, "port that gRPC is served on; 0 picks a free one", low=0, high=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsConfig:
+    """Where Prometheus finds /metrics."""
+
+    enabled: bool = setting(True, "serve /metrics")
+    host: str = setting("127.0.0.1", "address that /metrics is served on; 0.0.0.0 for all")
+    port: int = setting(DEFAULT_METRICS_PORT, "port that /metrics is served on; 0 picks a free one", low=0, high=65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreConfig:
+    """Where the planner remembers."""
+
+    address: str = setting(EMBEDDED, "`embedded` (a server of our own in data_dir), redis://…, rediss://… or unix://…")
+    data_dir: str = setting("eplb-data", "directory of the embedded store")
+    password: str | None = setting(None, "password of the store; wins over one in the address", kind=str, secret=True)
+    lease_s: float = setting(10.0, "how long a planner leads without a sign of life", unit="s", low=1.0, high=3600.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanningConfig:
+    """When and how plans are made."""
+
+    mode: str = setting("observe", "mode of a new deployment: plan and show only, or publish too", choices=MODES)
+    policy: str = setting("greedy", "policy of a new deployment")
+    interval_s: float = setting(10.0, "least time between two plans of a deployment", unit="s", low=0.0, high=86_400.0)
+    windows: int = setting(4, "closed windows that a plan is made from", unit="windows", low=1, high=1024)
+    windows_kept: int = setting(64, "windows kept in memory for each deployment", unit="windows", low=1, high=4096)
+    windows_bytes: int = setting(256 << 20, "most memory of kept windows for each deployment", unit="bytes", low=1 << 20)
+    seed: int = setting(0, "seed of policies that draw random numbers", low=0, high=(1 << 31) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateSettings:
+    """What a move must clear; see `gate.GateConfig`."""
+
+    min_gain_mean: float = setting(0.01, "least fall of imbalance, mean over layers (or min_gain_worst)", low=0.0)
+    min_gain_worst: float = setting(0.05, "least fall of imbalance, worst layer (or min_gain_mean)", low=0.0)
+    min_generation_age_s: float = setting(60.0, "least age of the live generation before the next", unit="s", low=0.0)
+    min_coverage: float = setting(0.9, "least share of ranks and steps that a window must hold", low=0.0, high=1.0)
+    min_tokens: int = setting(1000, "least token assignments for each layer in the windows", unit="tokens", low=0)
+    noise_sigmas: float = setting(3.0, "standard errors of sampling noise that the gain must stand clear of", low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostSettings:
+    """What imbalance and moves cost; all of the first four, or none. Without them the gate always keeps."""
+
+    seconds_per_step: float | None = setting(
+        None, "time of a step spent where ranks wait for the busiest, at imbalance 1", kind=float, unit="s", above=0.0
+    )
+    horizon_steps: int | None = setting(None, "steps until the load drifts away", kind=int, unit="steps", low=1)
+    bytes_per_s: float | None = setting(None, "rate at which a rank receives weights", kind=float, unit="bytes/s", above=0.0)
+    commit_stall_s: float | None = setting(None, "time that a chunk's flip stops every rank", kind=float, unit="s", low=0.0)
+    copy_interference: float = setting(1.0, "share of serving time lost while weights are copied", low=0.0, high=1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutSettings:
+    """Deadlines of a rollout; durations on the receiver's clock."""
+
+    hello_timeout_s: float = setting(10.0, "longest wait for a rank to say what is live", unit="s", above=0.0, high=3600.0)
+    stage_timeout_s: float = setting(30.0, "longest time to copy a chunk's weights aside", unit="s", above=0.0, high=3600.0)
+    arm_ttl_s: float = setting(10.0, "how long a rank stays armed without a flip", unit="s", above=0.0, high=3600.0)
+    back_off_s: float = setting(1.0, "first pause after an aborted chunk; doubled each time", unit="s", above=0.0, high=3600.0)
+    attempts: int = setting(4, "aborted tries of a chunk before the generation is stopped", low=1, high=100)
+    rank_silence_s: float = setting(10.0, "silence after which a rank counts as away", unit="s", above=0.0, high=3600.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverSettings:
+    """Limits of the process that runs policies."""
+
+    deadline_s: float = setting(30.0, "hard stop of one plan", unit="s", above=0.0, high=3600.0)
+    memory_bytes: int = setting(2 << 30, "most memory of the solver process", unit="bytes", low=128 << 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    """Bounds on what others may make the planner hold."""
+
+    message_bytes: int = setting(64 << 20, "largest gRPC message", unit="bytes", low=1 << 16, high=(1 << 31) - 1)
+    deployments: int = setting(64, "most deployments of one planner", low=1, high=4096)
+    ranks: int = setting(4096, "most ranks of a deployment", low=1, high=65_536)
+    watchers: int = setting(256, "most open watch and control streams of a deployment", low=1, high=65_536)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSettings:
+    """What is logged, to stderr."""
+
+    format: str = setting("console", "for people or for machines", choices=("console", "json"))
+    level: str = setting("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Everything that `eplb serve` can be told.
+
+    >>> ServeConfig().listen.port
+    7470
+    """
+
+    listen: ListenConfig = section(ListenConfig)
+    metrics: MetricsConfig = section(MetricsConfig)
+    store: StoreConfig = section(StoreConfig)
+    planning: PlanningConfig = section(PlanningConfig)
+    gate: GateSettings = section(GateSettings)
+    cost: CostSettings = section(CostSettings)
+    rollout: RolloutSettings = section(RolloutSettings)
+    solver: SolverSettings = section(SolverSettings)
+    limits: LimitSettings = section(LimitSettings)
+    log: LogSettings = section(LogSettings)
+
+    def gate_config(self) -> GateConfig:
+        """For `gate.decide`. Raises InvalidInputError when only a part of the cost model is given."""
+        required = ("seconds_per_step", "horizon_steps", "bytes_per_s", "commit_stall_s")
+        missing = [name for name in required if getattr(self.cost, name) is None]
+        if missing and len(missing) < len(required):
+            raise InvalidInputError(
+                f"the cost model lacks {', '.join('cost.' + name for name in missing)}: give all of"
+                f" {', '.join('cost.' + name for name in required)}, or none (then the gate always keeps)"
+            )
+        cost = None if missing else CostModel(**{field.name: getattr(self.cost, field.name) for field in fields(CostSettings)})
+        return GateConfig(**{field.name: getattr(self.gate, field.name) for field in fields(GateSettings)}, cost=cost)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedConfig:
+    """A configuration and where each value comes from (`flag`, `environment`, `file`, `default`), by key."""
+
+    config: ServeConfig
+    sources: Mapping[str, str]
+
+    def given(self) -> dict[str, str]:
+        """What is not a default, as text by key; secrets are not shown."""
+        shown = {}
+        for found in settings_of(ServeConfig):
+            if self.sources[found.key] != "default":
+                name, leaf = found.key.split(".")
+                value: Value = getattr(getattr(self.config, name), leaf)
+                shown[found.key] = "***" if found.secret else str(value)
+        return shown
+
+
+def load_config(
+    *, flags: Mapping[str, str] | None = None, environment: Mapping[str, str] | None = None, file: Path | None = None
+) -> LoadedConfig:
+    """The configuration from flags > environment > file > defaults.
+
+    flags: text by key (`{"listen.port": "0"}`). Raises InvalidInputError: unknown key, bad value, unreadable file, a part of
+    a cost model, a store address that cannot be parsed.
+    """
+    values, sources = resolve(ServeConfig, flags=flags or {}, environment=environment or {}, file=file)
+    config: ServeConfig = build(ServeConfig, values)
+    config.gate_config()
+    for key in ("listen.host", "metrics.host", "store.data_dir", "planning.policy"):
+        if not str(values[key]).strip():
+            raise InvalidInputError(f"setting {key} is empty")
+    if config.store.address != EMBEDDED:
+        parse_address(config.store.address, password=config.store.password)
+    return LoadedConfig(config=config, sources=sources)

@@ -1,0 +1,89 @@
+"""Named places where a test stops or ends a process, so that it need not sleep and hope.
+
+    EPLB_FAILPOINTS="planner.arm.sent=pause:/tmp/x/arm,planner.generation.persisted=exit:/tmp/x/gen"
+
+`exit:FILE`   write FILE, then end the process at once (`os._exit(86)`), as `kill -9` would
+`pause:FILE`  write FILE, then stand still until it is removed (asyncio: only this task; else this thread)
+
+FILE holds the process id. Each fires once per process: an `exit` point whose FILE is there already has fired in an earlier
+life and is passed. Standard library only; without the variable a point costs one dictionary look-up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from eplb_service.errors import InvalidInputError
+
+VARIABLE = "EPLB_FAILPOINTS"
+EXIT_CODE = 86
+POLL_S = 0.01
+
+
+class Action(Enum):
+    """What happens at a point."""
+
+    EXIT = "exit"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True, slots=True)
+class Failpoint:
+    """One armed point."""
+
+    action: Action
+    file: Path
+
+
+def parse(text: str) -> dict[str, Failpoint]:
+    """Points by name. Raises InvalidInputError for what cannot be read.
+
+    >>> parse("a.b=exit:/tmp/f")["a.b"].action
+    <Action.EXIT: 'exit'>
+    """
+    points = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, rest = part.partition("=")
+        word, _, file = rest.partition(":")
+        if not name or word not in {action.value for action in Action} or not file:
+            raise InvalidInputError(f"{VARIABLE} has {part!r}; write name=exit:FILE or name=pause:FILE, joined by commas")
+        points[name] = Failpoint(Action(word), Path(file))
+    return points
+
+
+_armed: dict[str, Failpoint] | None = None
+
+
+def _take(name: str) -> Failpoint | None:
+    """The point, the first time that it is reached in this process; None otherwise."""
+    global _armed  # noqa: PLW0603  # read once from the environment of the process
+    if _armed is None:
+        _armed = parse(os.environ.get(VARIABLE, ""))
+    point = _armed.pop(name, None) if _armed else None
+    if point is None or (point.action is Action.EXIT and point.file.exists()):
+        return None
+    temporary = point.file.with_name(f"{point.file.name}.{os.getpid()}")
+    temporary.write_text(f"{os.getpid()}\n", encoding="ascii")
+    temporary.replace(point.file)
+    if point.action is Action.EXIT:
+        os._exit(EXIT_CODE)
+    return point
+
+
+def reach(name: str) -> None:
+    """Mark a place in threaded code."""
+    point = _take(name)
+    while point is not None and point.file.exists():
+        time.sleep(POLL_S)
+
+
+async def reach_async(name: str) -> None:
+    """Mark a place in asyncio code: a pause holds this task, not the loop."""
+    point = _take(name)
+    while point is not None and point.file.exists():
+        await asyncio.sleep(POLL_S)
