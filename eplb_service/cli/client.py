@@ -1,0 +1,93 @@
+"""How commands reach a planner: one set of options, one deadline, typed errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
+
+import click
+import grpc
+
+from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc, placement_pb2_grpc
+from eplb_service.rpc.channel import open_channel
+from eplb_service.rpc.status import raise_typed
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerClient:
+    """Stubs of one planner; every call ends within `timeout_s`."""
+
+    address: str
+    timeout_s: float
+    admin: Any
+    placement: Any
+
+    def call(self, method: Any, request: Any) -> Any:
+        """One unary call. Raises the typed error that the planner meant."""
+        with typed_errors(self.address):
+            return method(request, timeout=self.timeout_s)
+
+
+@contextmanager
+def typed_errors(address: str) -> Iterator[None]:
+    """Turns gRPC errors into ours: what the planner refused, or that it is not there."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise_typed(error, address)
+
+
+def planner_options(command: Command) -> Command:
+    """Adds `--planner`, `--timeout`, `--tls-ca`; the command gets an open `client`."""
+
+    @click.option(
+        "--planner",
+        envvar="EPLB_PLANNER",
+        default="127.0.0.1:7470",
+        show_default=True,
+        metavar="HOST:PORT",
+        help="Planner to talk to (environment: EPLB_PLANNER).",
+    )
+    @click.option("--timeout", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="Seconds to wait.")
+    @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
+    @wraps(command)
+    def with_client(*args: Any, planner: str, timeout: float, tls_ca: str | None, **kwargs: Any) -> Any:
+        with open_channel(planner, tls_ca=tls_ca) as channel:
+            client = PlannerClient(
+                planner, timeout, admin_pb2_grpc.AdminServiceStub(channel), placement_pb2_grpc.PlacementServiceStub(channel)
+            )
+            return command(*args, client=client, **kwargs)
+
+    return with_client  # type: ignore[return-value]
+
+
+def deployment_option(command: Command) -> Command:
+    """Adds `--deployment`; left out, the planner's only deployment is meant."""
+    option = click.option(
+        "--deployment",
+        "-d",
+        envvar="EPLB_DEPLOYMENT",
+        metavar="NAME",
+        help="Deployment; may be left out when the planner has only one (environment: EPLB_DEPLOYMENT).",
+    )
+    return option(command)
+
+
+def the_deployment(client: PlannerClient, name: str | None) -> str:
+    """The named deployment, or the only one. Raises a usage error that lists them when that is not clear."""
+    if name:
+        return name
+    status = client.call(client.admin.Status, admin_pb2.StatusRequest())
+    names = [deployment.deployment for deployment in status.deployments]
+    if len(names) == 1:
+        return names[0]
+    if not names:
+        raise click.UsageError(f"planner {client.address} knows no deployment yet: no agent has registered a rank")
+    raise click.UsageError(
+        f"planner {client.address} has {len(names)} deployments ({', '.join(names)}): name one with --deployment"
+    )

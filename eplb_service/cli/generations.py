@@ -1,0 +1,114 @@
+"""`eplb generations`: the history of placements, with reasons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from eplb_service.cli.client import PlannerClient, deployment_option, planner_options, the_deployment
+from eplb_service.cli.output import (
+    bytes_text,
+    clock_text,
+    console,
+    imbalance_text,
+    output_option,
+    print_json,
+    print_table,
+    to_plain,
+)
+from eplb_service.pb.v1 import placement_pb2
+
+
+def state_text(state: int) -> str:
+    """`GENERATION_STATE_ROLLING_OUT` as `rolling out`."""
+    return placement_pb2.GenerationState.Name(state).removeprefix("GENERATION_STATE_").replace("_", " ").lower()
+
+
+def _imbalance(view: Any, name: str) -> str:
+    if not view.HasField(name):
+        return ""
+    value = getattr(view, name)
+    return imbalance_text(value.mean_over_layers, value.worst_layer)
+
+
+@click.group(short_help="The history of placements, with reasons.")
+def generations() -> None:
+    """List generations, or show one whole."""
+
+
+@generations.command("list", short_help="Generations, newest first.")
+@deployment_option
+@click.option("--limit", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most to show.")
+@output_option
+@planner_options
+def list_generations(deployment: str | None, limit: int, output: str, client: PlannerClient) -> None:
+    """List the newest generations of a deployment. Imbalance is mean over layers / worst layer.
+
+    \b
+    Example:  eplb generations list -d chat-decode --limit 5
+    """
+    name = the_deployment(client, deployment)
+    request = placement_pb2.ListGenerationsRequest(deployment=name, limit=limit)
+    reply = client.call(client.placement.ListGenerations, request)
+    if output == "json":
+        print_json(to_plain(reply))
+        return
+    rows = [
+        (
+            view.generation,
+            state_text(view.state),
+            clock_text(view.created_at_s),
+            view.policy,
+            _imbalance(view, "before"),
+            _imbalance(view, "predicted"),
+            _imbalance(view, "observed"),
+            view.moves.experts,
+            bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node),
+            view.stop_reason or view.reason,
+        )
+        for view in reply.generations
+    ]
+    if not rows:
+        click.echo(f"{name} has no generation yet: it routes as the engine loaded it (generation 0)")
+        return
+    columns = ("generation", "state", "made", "policy", "before", "predicted", "observed", "moves", "bytes", "why")
+    print_table("", columns, rows, right=("generation", "moves", "bytes"))
+
+
+@generations.command("show", short_help="One generation, whole.")
+@click.argument("generation", type=click.IntRange(min=1))
+@deployment_option
+@output_option
+@planner_options
+def show_generation(generation: int, deployment: str | None, output: str, client: PlannerClient) -> None:
+    """Show why GENERATION was made, what it promised, what was observed, and its fate.
+
+    \b
+    Example:  eplb generations show 7 -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    request = placement_pb2.GetPlacementRequest(deployment=name, generation=generation)
+    view = client.call(client.placement.GetPlacement, request)
+    if output == "json":
+        print_json(to_plain(view))
+        return
+    out = console()
+    out.print(f"{name} generation {view.generation}: {state_text(view.state)}, digest {view.placement_digest}", style="bold")
+    facts = [
+        ("made", f"{clock_text(view.created_at_s)} by {view.policy or '-'} in epoch {view.epoch}"),
+        ("why", view.reason),
+        ("stopped because", view.stop_reason),
+        ("active since", clock_text(view.active_at_s)),
+        ("imbalance before", _imbalance(view, "before")),
+        ("predicted", _imbalance(view, "predicted")),
+        ("lower bound", _imbalance(view, "lower_bound")),
+        ("observed", _imbalance(view, "observed")),
+        ("moves", f"{view.moves.experts} experts, {view.moves.slots_rewritten} slots rewritten"),
+        ("bytes", f"{bytes_text(view.moves.bytes.same_node)} in nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
+        ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
+        ("decision to last flip", f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
+    ]
+    for label, text in facts:
+        if text:
+            out.print(f"  {label:<22} {text}")

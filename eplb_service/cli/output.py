@@ -1,0 +1,115 @@
+"""How commands print: one table for people, the same facts as JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import click
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from eplb_service.pb.v1 import common_pb2
+from eplb_service.rpc.arrays import decode_array
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def output_option(command: Command) -> Command:
+    """Adds `--output table|json`."""
+    option = click.option(
+        "--output",
+        type=click.Choice(["table", "json"]),
+        default="table",
+        show_default=True,
+        help="table: for people; json: the same facts, one document, for machines.",
+    )
+    return option(command)
+
+
+def to_plain(message: Message) -> dict[str, Any]:
+    """A message as plain values: integers stay integers, packed arrays become nested lists, enums lower-case words."""
+    plain: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        if field.has_presence and not message.HasField(field.name):
+            plain[field.name] = None
+            continue
+        value = getattr(message, field.name)
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            plain[field.name] = {key: value[key] for key in sorted(value)}
+        elif _is_repeated(field):
+            plain[field.name] = [_plain_value(field, item) for item in value]
+        else:
+            plain[field.name] = _plain_value(field, value)
+    return plain
+
+
+def _is_repeated(field: FieldDescriptor) -> bool:
+    return bool(field.is_repeated) if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
+
+
+def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+    if isinstance(value, common_pb2.Array):
+        return decode_array(value, field.name).tolist()
+    if isinstance(value, Message):
+        return to_plain(value)
+    if field.enum_type is not None:
+        name = field.enum_type.values_by_number[value].name
+        prefix = "".join("_" + c if c.isupper() else c.upper() for c in field.enum_type.name).lstrip("_") + "_"
+        return name.removeprefix(prefix).lower()
+    return value
+
+
+def print_json(value: object) -> None:
+    """One JSON document on stdout."""
+    click.echo(json.dumps(value, indent=2, allow_nan=False))
+
+
+def console() -> Console:
+    """Console on stdout, text taken as it is (reasons hold brackets); wide when stdout is not a terminal."""
+    plain = Console(highlight=False, markup=False)
+    return plain if plain.is_terminal else Console(highlight=False, markup=False, width=160)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[str] = ()) -> None:
+    """A table; columns named in `right` are numbers."""
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*[cell if isinstance(cell, Text) else Text(str(cell)) for cell in row])
+    console().print(table)
+
+
+def bytes_text(count: int) -> str:
+    """Bytes for people: 1536 -> '1.5 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise ValueError(count)
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people: 95 -> '1 min 35 s'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def clock_text(seconds_since_1970: float) -> str:
+    """Local wall-clock time; empty for 0."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds_since_1970)) if seconds_since_1970 else ""
+
+
+def imbalance_text(mean: float, worst: float) -> str:
+    """Mean over layers and worst layer, as every command prints them."""
+    return f"{mean:.3f} / {worst:.3f}"

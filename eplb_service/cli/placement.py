@@ -1,0 +1,131 @@
+"""`eplb placement`: show, watch and compare placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+import grpc
+
+from eplb_service.cli.client import PlannerClient, deployment_option, planner_options, the_deployment, typed_errors
+from eplb_service.cli.generations import state_text
+from eplb_service.cli.output import bytes_text, console, output_option, print_json, print_table, to_plain
+from eplb_service.pb.v1 import placement_pb2
+from eplb_service.rpc.arrays import decode_array
+
+
+@click.group(short_help="Show, watch or compare placements.")
+def placement() -> None:
+    """What each slot holds: now, as it changes, or between two generations."""
+
+
+@placement.command(short_help="Slots and experts of one generation.")
+@deployment_option
+@click.option("--generation", "-g", type=click.IntRange(min=0), default=0, show_default=True, help="0 = what is live now.")
+@click.option("--layer", type=click.IntRange(min=0), help="Only this layer id.")
+@output_option
+@planner_options
+def show(deployment: str | None, generation: int, layer: int | None, output: str, client: PlannerClient) -> None:
+    """Show the experts in every rank's slots. An expert with several replicas is marked with *.
+
+    \b
+    Example:  eplb placement show -d chat-decode --layer 3
+    """
+    name = the_deployment(client, deployment)
+    request = placement_pb2.GetPlacementRequest(deployment=name, generation=generation)
+    view = client.call(client.placement.GetPlacement, request)
+    if output == "json":
+        print_json(to_plain(view))
+        return
+    title = f"generation {view.generation} ({state_text(view.state)})" if generation else f"live, generation {view.generation}"
+    console().print(f"{name}: {title}, digest {view.placement.digest}", style="bold")
+    shown = 0
+    for table in view.placement.tables:
+        shown += _show_table(table, layer)
+    if not shown:
+        known = sorted({layer_id for table in view.placement.tables for layer_id in table.layer_ids})
+        raise click.UsageError(f"{name} has no MoE layer {layer}; its layers are {', '.join(map(str, known))}")
+
+
+def _show_table(table: Any, only_layer: int | None) -> int:
+    rows = []
+    array = decode_array(table.physical_to_logical, "physical_to_logical")
+    slots = array.shape[1] // len(table.rank_ids)
+    for layer_id, row in zip(table.layer_ids, array.tolist(), strict=True):
+        if only_layer is not None and layer_id != only_layer:
+            continue
+        for position, rank in enumerate(table.rank_ids):
+            mine = row[position * slots : (position + 1) * slots]
+            experts = " ".join("-" if e < 0 else f"{e}*" if row.count(e) > 1 else str(e) for e in mine)
+            rows.append((layer_id, rank, experts))
+    if rows:
+        print_table(f"model {table.model}, {table.num_logical} experts", ("layer", "rank", "experts by slot"), rows)
+    return len(rows)
+
+
+@placement.command(short_help="Print a line at every change of what is live.")
+@deployment_option
+@click.option("--count", type=click.IntRange(min=1), help="Stop after so many changes.")
+@output_option
+@planner_options
+def watch(deployment: str | None, count: int | None, output: str, client: PlannerClient) -> None:
+    """Follow the live placement until interrupted; the first line is what is live now.
+
+    \b
+    Example:  eplb placement watch -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    stream = client.placement.WatchPlacement(placement_pb2.WatchPlacementRequest(deployment=name))
+    seen = 0
+    with typed_errors(client.address):
+        try:
+            for view in stream:
+                _watch_line(view, output)
+                seen += 1
+                if count is not None and seen >= count:
+                    return
+        except KeyboardInterrupt:
+            return
+        finally:
+            if isinstance(stream, grpc.Call):
+                stream.cancel()
+
+
+def _watch_line(view: Any, output: str) -> None:
+    if output == "json":
+        print_json(to_plain(view))
+        return
+    layers = sorted(set(view.layer_generations))
+    mixed = "" if len(layers) <= 1 else f" (layers on generations {', '.join(map(str, layers))})"
+    click.echo(f"{view.deployment} generation {view.generation}{mixed} {state_text(view.state)} digest {view.placement_digest}")
+
+
+@placement.command(short_help="What changes from one generation to another.")
+@click.argument("from_generation", type=click.IntRange(min=0))
+@click.argument("to_generation", type=click.IntRange(min=0))
+@deployment_option
+@output_option
+@planner_options
+def diff(from_generation: int, to_generation: int, deployment: str | None, output: str, client: PlannerClient) -> None:
+    """List the slots that differ from FROM_GENERATION to TO_GENERATION (0 = what is live now).
+
+    \b
+    Example:  eplb placement diff 6 7 -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    request = placement_pb2.DiffPlacementsRequest(deployment=name, from_generation=from_generation, to_generation=to_generation)
+    reply = client.call(client.placement.DiffPlacements, request)
+    if output == "json":
+        print_json(to_plain(reply))
+        return
+    rows = [
+        (f"{change.layer.model}/{change.layer.layer_id}", change.rank_id, change.slot, change.from_expert, change.to_expert)
+        for change in reply.changes
+    ]
+    if not rows:
+        click.echo(f"{name}: {from_generation or 'live'} and {to_generation or 'live'} are the same")
+        return
+    print_table("", ("layer", "rank", "slot", "from expert", "to expert"), rows, right=("rank", "slot"))
+    moved = reply.moves
+    volume = bytes_text(moved.bytes.same_node + moved.bytes.cross_node)
+    click.echo(f"{len(rows)} slots differ; {moved.experts} experts move, {volume}")

@@ -1,0 +1,119 @@
+"""Commands that change something: rebalance, rollback, pause, resume, mode."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import click
+
+from eplb_service.cli.client import PlannerClient, deployment_option, planner_options, the_deployment
+from eplb_service.cli.output import output_option, print_json, to_plain
+from eplb_service.pb.v1 import admin_pb2
+
+KEY_HELP = "Repeating the command with the same key gives the same answer and does nothing twice (default: a new one)."
+
+
+def _answer(reply: Any, output: str, key: str) -> None:
+    if output == "json":
+        print_json({**to_plain(reply), "idempotency_key": key})
+        return
+    verdict = reply.verdict
+    if reply.generation:
+        click.echo(f"generation {reply.generation} published, rolling out; follow it with `eplb placement watch`")
+    else:
+        click.echo("kept: nothing was published")
+    if verdict.reason:
+        click.echo(f"  {verdict.code}: {verdict.reason}")
+
+
+@click.command(short_help="Plan and roll out now.")
+@deployment_option
+@click.option("--force", is_flag=True, help="Skip the gate (never the verification).")
+@click.option("--policy", default="", help="Policy for this plan (default: the deployment's).")
+@click.option("--key", help=KEY_HELP)
+@output_option
+@planner_options
+def rebalance(deployment: str | None, *, force: bool, policy: str, key: str | None, output: str, client: PlannerClient) -> None:
+    """Plan from the present load window and roll the plan out, if it pays.
+
+    \b
+    Example:  eplb rebalance -d chat-decode
+              eplb rebalance -d chat-decode --force --policy ilp
+    """
+    name = the_deployment(client, deployment)
+    key = key or uuid.uuid4().hex
+    request = admin_pb2.RebalanceRequest(deployment=name, idempotency_key=key, force=force, policy=policy)
+    _answer(client.call(client.admin.Rebalance, request), output, key)
+
+
+@click.command(short_help="Restore the placement of an earlier generation.")
+@click.argument("generation", type=click.IntRange(min=0))
+@deployment_option
+@click.option("--key", help=KEY_HELP)
+@output_option
+@planner_options
+def rollback(generation: int, deployment: str | None, key: str | None, output: str, client: PlannerClient) -> None:
+    """Publish a new generation with the content of GENERATION (0 = as the engine loaded it) and roll it out.
+
+    Numbers never go back: rolling back to 7 from 9 makes 10.
+
+    \b
+    Example:  eplb rollback 7 -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    key = key or uuid.uuid4().hex
+    request = admin_pb2.RollbackRequest(deployment=name, generation=generation, idempotency_key=key)
+    _answer(client.call(client.admin.Rollback, request), output, key)
+
+
+def _settings(reply: Any, output: str) -> None:
+    if output == "json":
+        print_json(to_plain(reply))
+        return
+    paused = f"paused ({reply.pause_reason or 'no reason given'})" if reply.paused else "not paused"
+    click.echo(f"{reply.deployment}: mode {reply.mode}, {paused}, policy {reply.policy}")
+
+
+@click.command(short_help="No new generations until resumed.")
+@deployment_option
+@click.option("--reason", default="", help="Shown to everyone who asks for the status.")
+@output_option
+@planner_options
+def pause(deployment: str | None, reason: str, output: str, client: PlannerClient) -> None:
+    """Publish no new generations; a rollout under way stops after its open chunk. Serving goes on.
+
+    \b
+    Example:  eplb pause -d chat-decode --reason "load test until noon"
+    """
+    name = the_deployment(client, deployment)
+    _settings(client.call(client.admin.Pause, admin_pb2.PauseRequest(deployment=name, reason=reason)), output)
+
+
+@click.command(short_help="Undo pause.")
+@deployment_option
+@output_option
+@planner_options
+def resume(deployment: str | None, output: str, client: PlannerClient) -> None:
+    """Plan again, after `eplb pause`.
+
+    \b
+    Example:  eplb resume -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    _settings(client.call(client.admin.Resume, admin_pb2.ResumeRequest(deployment=name)), output)
+
+
+@click.command(short_help="Switch a deployment between observe and auto.")
+@click.argument("mode", type=click.Choice(["observe", "auto"]))
+@deployment_option
+@output_option
+@planner_options
+def mode(mode: str, deployment: str | None, output: str, client: PlannerClient) -> None:
+    """Set the mode: observe plans and shows but publishes nothing by itself; auto acts when it pays.
+
+    \b
+    Example:  eplb mode auto -d chat-decode
+    """
+    name = the_deployment(client, deployment)
+    _settings(client.call(client.admin.SetMode, admin_pb2.SetModeRequest(deployment=name, mode=mode)), output)
