@@ -83,9 +83,7 @@ class TinyMoeConfig:
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
-            raise TinyMoeError(
-                f"the model configuration is not JSON ({error}); train or fetch the weights again"
-            ) from error
+            raise TinyMoeError(f"the model configuration is not JSON ({error}); train or fetch the weights again") from error
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != known:
             found = sorted(values) if isinstance(values, dict) else type(values).__name__

@@ -96,7 +96,7 @@ def run_experts(model: TinyMoe, layer_id: int, routing: Routing) -> Tensor:
     """Outputs of all (token, choice) of a layer from the checkpoint's experts. Shape (n, k, D), float32."""
     stacked = model.expert_tensors(layer_id)
     outputs = torch.zeros(*routing.experts.shape, routing.inputs.shape[1])
-    for expert_id in routing.experts.unique().tolist():
+    for expert_id in sorted(set(routing.experts.flatten().tolist())):
         rows, choices = (routing.experts == expert_id).nonzero(as_tuple=True)
         tensors = {name: tensor[expert_id] for name, tensor in stacked.items()}
         outputs[rows, choices] = model.run_expert(tensors, routing.inputs[rows])

@@ -295,9 +295,7 @@ def _positions(layer_id: int, spans: Sequence[Span], num_rows: int, context: int
     for span in spans:
         held = span.cache.layer_length(layer_id)
         if span.count < 1 or span.start < 0 or span.start + span.count > num_rows:
-            raise TinyMoeError(
-                f"span [{span.start}, +{span.count}) does not lie within the {num_rows} rows of the batch"
-            )
+            raise TinyMoeError(f"span [{span.start}, +{span.count}) does not lie within the {num_rows} rows of the batch")
         if span.count > 1 and held > 0:
             raise TinyMoeError(
                 f"a span of {span.count} rows for a request that already holds {held} tokens: "

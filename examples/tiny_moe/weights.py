@@ -7,6 +7,7 @@ without their scales.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from examples.tiny_moe.config import TinyMoeConfig, TinyMoeError
 SHIPPED_WEIGHTS = Path(__file__).with_name("tiny_moe.safetensors")
 EXPERT_TENSORS = ("up", "up_scale", "down", "down_scale")
 _CONFIG_KEY = "tiny_moe_config"
+_DIGEST_KEY = "tiny_moe_sha256"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,8 @@ def random_weights(config: TinyMoeConfig, *, seed: int) -> Weights:
     def normal(shape: tuple[int, ...]) -> Tensor:
         if len(shape) == 1:
             return torch.ones(shape)
-        return torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        matrix: Tensor = torch.randn(shape, generator=generator) * float(shape[-1] ** -0.5)
+        return matrix
 
     layers = []
     for _ in range(config.num_layers):
@@ -113,30 +116,16 @@ def write_weights(path: Path, config: TinyMoeConfig, weights: Weights) -> None:
         for expert_id in range(config.num_experts):
             for name in EXPERT_TENSORS:
                 tensors[f"layers.{layer_id}.experts.{expert_id}.{name}"] = layer[name][expert_id].clone()
-    save_file(tensors, path, metadata={_CONFIG_KEY: config.to_json()})
+    save_file(tensors, path, metadata={_CONFIG_KEY: config.to_json(), _DIGEST_KEY: _digest(tensors)})
 
 
 def read_weights(path: Path) -> tuple[TinyMoeConfig, Weights]:
-    """Read what `write_weights` wrote, checking names, shapes, types and that every number is finite.
+    """Read what `write_weights` wrote, checking the digest, names, shapes, types and that every number is finite.
 
     Raises:
         TinyMoeError: the file is missing, not a safetensors file, of another model, or damaged.
     """
-    if not path.is_file():
-        raise TinyMoeError(
-            f"no weights at {path}; they ship with the repository, or train them: python -m examples.tiny_moe.train --out {path}"
-        )
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except (SafetensorError, OSError) as error:
-        raise TinyMoeError(
-            f"{path} ({path.stat().st_size} bytes) is not a readable safetensors file ({error}); restore it from the repository"
-        ) from error
-    if _CONFIG_KEY not in metadata:
-        raise TinyMoeError(f"{path} has no {_CONFIG_KEY} in its header, so it is not a tiny MoE; pass the right file")
-    config = TinyMoeConfig.from_json(metadata[_CONFIG_KEY])
+    config, tensors = _open(path)
 
     def take(name: str, shape: tuple[int, ...], *, integer: bool) -> Tensor:
         tensor = tensors.pop(name, None)
@@ -164,8 +153,50 @@ def read_weights(path: Path) -> tuple[TinyMoeConfig, Weights]:
             layer[name] = torch.stack(of_experts)
         layers.append(layer)
     if tensors:
-        raise TinyMoeError(f"{path} holds {len(tensors)} tensors that the model does not know, such as {min(tensors)}")
+        raise TinyMoeError(
+            f"{path} holds {len(tensors)} tensors that the model does not know, such as {min(tensors)}; pass the right file"
+        )
     return config, Weights(shared=shared, layers=tuple(layers))
+
+
+def _open(path: Path) -> tuple[TinyMoeConfig, dict[str, Tensor]]:
+    """The configuration and the raw tensors of a file whose digest is right."""
+    if not path.is_file():
+        raise TinyMoeError(
+            f"no weights at {path}; they ship with the repository, or train them: "
+            f"python -m examples.tiny_moe.train --out {path}"
+        )
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                tensors[name] = file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise TinyMoeError(
+            f"{path} ({path.stat().st_size} bytes) is not a readable safetensors file ({error}); restore it from the repository"
+        ) from error
+    if _CONFIG_KEY not in metadata or _DIGEST_KEY not in metadata:
+        raise TinyMoeError(
+            f"the header of {path} lacks {_CONFIG_KEY} or {_DIGEST_KEY}, so it is no tiny MoE; pass the right file"
+        )
+    found = _digest(tensors)
+    if found != metadata[_DIGEST_KEY]:
+        raise TinyMoeError(
+            f"{path} is damaged: its tensors have digest {found[:16]}, its header says {metadata[_DIGEST_KEY][:16]}; "
+            "restore it from the repository"
+        )
+    return TinyMoeConfig.from_json(metadata[_CONFIG_KEY]), tensors
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes: a flipped bit of an int8 weight is a valid weight, so it needs this."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _stored(tensor: Tensor) -> Tensor:
