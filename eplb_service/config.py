@@ -7,12 +7,12 @@ shows what is in effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import CostModel, GateConfig
-from eplb_service.settings import Value, build, resolve, section, setting, settings_of
+from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
 
 DEFAULT_PORT = 7470
@@ -33,7 +33,7 @@ class ListenConfig:
 class MetricsConfig:
     """Where Prometheus finds /metrics."""
 
-    enabled: bool = setting(True, "serve /metrics")
+    enabled: bool = setting(default=True, help="serve /metrics")
     host: str = setting("127.0.0.1", "address that /metrics is served on; 0.0.0.0 for all")
     port: int = setting(DEFAULT_METRICS_PORT, "port that /metrics is served on; 0 picks a free one", low=0, high=65535)
 
@@ -132,16 +132,16 @@ class ServeConfig:
     7470
     """
 
-    listen: ListenConfig = section(ListenConfig)
-    metrics: MetricsConfig = section(MetricsConfig)
-    store: StoreConfig = section(StoreConfig)
-    planning: PlanningConfig = section(PlanningConfig)
-    gate: GateSettings = section(GateSettings)
-    cost: CostSettings = section(CostSettings)
-    rollout: RolloutSettings = section(RolloutSettings)
-    solver: SolverSettings = section(SolverSettings)
-    limits: LimitSettings = section(LimitSettings)
-    log: LogSettings = section(LogSettings)
+    listen: ListenConfig = field(default_factory=ListenConfig)
+    metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    planning: PlanningConfig = field(default_factory=PlanningConfig)
+    gate: GateSettings = field(default_factory=GateSettings)
+    cost: CostSettings = field(default_factory=CostSettings)
+    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    solver: SolverSettings = field(default_factory=SolverSettings)
+    limits: LimitSettings = field(default_factory=LimitSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
     def gate_config(self) -> GateConfig:
         """For `gate.decide`. Raises InvalidInputError when only a part of the cost model is given."""
@@ -152,8 +152,8 @@ class ServeConfig:
                 f"the cost model lacks {', '.join('cost.' + name for name in missing)}: give all of"
                 f" {', '.join('cost.' + name for name in required)}, or none (then the gate always keeps)"
             )
-        cost = None if missing else CostModel(**{field.name: getattr(self.cost, field.name) for field in fields(CostSettings)})
-        return GateConfig(**{field.name: getattr(self.gate, field.name) for field in fields(GateSettings)}, cost=cost)
+        cost = None if missing else CostModel(**{part.name: getattr(self.cost, part.name) for part in fields(CostSettings)})
+        return GateConfig(**{part.name: getattr(self.gate, part.name) for part in fields(GateSettings)}, cost=cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

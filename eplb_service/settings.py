@@ -86,7 +86,8 @@ class Setting:
             raise self._refuse(value, origin, "use a finite number")
         if self.choices and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
-            raise self._refuse(value, origin, f"use {' or '.join(self.choices)}" + (f" (did you mean {near[0]}?)" if near else ""))
+            advice = f"use {' or '.join(self.choices)}"
+            raise self._refuse(value, origin, advice + (f" (did you mean {near[0]}?)" if near else ""))
         if isinstance(value, int | float) and not isinstance(value, bool):
             self._check_range(value, origin)
         if isinstance(value, str) and not value.isprintable():
@@ -123,7 +124,16 @@ def setting(
     found = kind or type(default)
     metadata = {
         "setting": Setting(
-            key="", kind=found, default=default, help=help, unit=unit, low=low, high=high, above=above, choices=choices, secret=secret
+            key="",
+            kind=found,
+            default=default,
+            help=help,
+            unit=unit,
+            low=low,
+            high=high,
+            above=above,
+            choices=choices,
+            secret=secret,
         )
     }
     return dataclasses.field(default=default, metadata=metadata)
@@ -140,12 +150,15 @@ def _walk(config: type, prefix: str) -> Iterator[Setting]:
         if found is not None:
             yield dataclasses.replace(found, key=prefix + field.name)
         else:
-            yield from _walk(field.metadata["section"], f"{prefix}{field.name}.")
+            yield from _walk(_section_of(field), f"{prefix}{field.name}.")
 
 
-def section(kind: type) -> Any:
-    """A dataclass field that is a section of settings."""
-    return dataclasses.field(default_factory=kind, metadata={"section": kind})
+def _section_of(field: dataclasses.Field[Any]) -> type:
+    """The class of a section; a field that is neither a setting nor a section is a bug of the configuration class."""
+    kind: object = field.default_factory
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
+        raise TypeError(f"field {field.name} is neither made by setting() nor a section")
+    return kind
 
 
 def build(config: type, values: Mapping[str, Value], prefix: str = "") -> Any:
@@ -153,10 +166,10 @@ def build(config: type, values: Mapping[str, Value], prefix: str = "") -> Any:
     arguments = {}
     for field in dataclasses.fields(config):
         key = prefix + field.name
-        if "section" in field.metadata:
-            arguments[field.name] = build(field.metadata["section"], values, key + ".")
-        elif key in values:
+        if "setting" in field.metadata:
             arguments[field.name] = values[key]
+        else:
+            arguments[field.name] = build(_section_of(field), values, key + ".")
     return config(**arguments)
 
 
@@ -191,7 +204,8 @@ def is_mistaken(variable: str, text: str) -> bool:
     """Whether a variable that is no setting looks like one. What Kubernetes sets for a service named `eplb` does not."""
     if not variable.startswith(ENVIRONMENT_PREFIX) or variable.startswith(RESERVED_VARIABLES):
         return False
-    return not (_SERVICE_LINK.search(variable) and (not variable.endswith("_PORT") or "://" in text))
+    bare_port = variable.endswith("_PORT") and not variable.endswith("_SERVICE_PORT")
+    return not (_SERVICE_LINK.search(variable) and (not bare_port or "://" in text))
 
 
 def read_file(file: Path, known: Mapping[str, Setting]) -> dict[str, object]:
@@ -223,5 +237,6 @@ def _flatten(tree: Mapping[str, object], prefix: str, sections: set[str]) -> Ite
 
 
 def _nearest(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; the nearest known one is {near[0]}" if near else f"; `eplb serve --help` lists all {len(known)}"
+    bare = {key.removeprefix(ENVIRONMENT_PREFIX): key for key in known}
+    near = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), list(bare), 1)
+    return f"; the nearest known one is {bare[near[0]]}" if near else f"; `eplb serve --help` lists all {len(known)}"
