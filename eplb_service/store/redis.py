@@ -80,12 +80,16 @@ class RedisStore:
         times: StoreTimes | None = None,
         jitter: Callable[[], float] = random.random,
     ) -> None:
-        self.address: StoreAddress = parse_address(url, password=password)
+        self.use(url, password=password)
         self._times = times or StoreTimes()
         self._jitter = jitter
         self._client: Redis | None = None
         self._scripts = {name: Script(name) for name in ("lead", "renew", "resign", "write", "read", "list")}
         self._failing: str | None = None
+
+    def use(self, url: str, *, password: str | None = None) -> None:
+        """Set the server that the next `start` connects to."""
+        self.address: StoreAddress = parse_address(url, password=password)
         self._log = structlog.get_logger("eplb.store").bind(store=str(self.address))
 
     async def start(self) -> None:
@@ -216,9 +220,15 @@ class RedisStore:
 
     def _unavailable(self, operation: str, fault: faults.Fault, num_tries: int, took_s: float) -> Exception:
         if fault.final:
-            return StoreUnavailableError(fault.sentence)
+            return StoreUnavailableError(f"{fault.sentence}{self._circumstances()}")
         tried = f"{operation!r} was tried {num_tries} times in {took_s:.1f} s"
-        return (DeadlineError if fault.timed_out else StoreUnavailableError)(f"{fault.sentence}; {tried}")
+        return (DeadlineError if fault.timed_out else StoreUnavailableError)(
+            f"{fault.sentence}; {tried}{self._circumstances()}"
+        )
+
+    def _circumstances(self) -> str:
+        """What else is known about why the server does not answer; empty here."""
+        return ""
 
     def _note_failure(self, operation: str, fault: faults.Fault) -> None:
         if fault.sentence != self._failing:
