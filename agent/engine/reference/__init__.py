@@ -1,0 +1,10 @@
+"""The reference engine: serves a small MoE with expert parallelism, the way large engines do, small enough to read.
+
+config      what a fleet is                      launch      start rank processes, stop them
+messages    what clients and ranks say           client      one client of one rank
+model       what a model must offer              rank        main function of a rank process
+scheduler   continuous batching (pure)           front_door  clients of a rank
+engine      one step                             exchange    dispatch to slots and back
+experts     slots and routing tables             port        `EnginePort` for the hook
+wake        rousing idle ranks
+"""

@@ -1,0 +1,129 @@
+"""How a fleet of the reference engine is laid out: plain values that travel to the rank processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from eplb_service.errors import InvalidInputError
+from eplb_service.ids import DeploymentId, Phase, RankId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """One expert-parallel group, the same on all its ranks.
+
+    Attributes:
+        deployment: Name of the group for the planner.
+        model_factory: `module:callable` without arguments that returns a `ServedModel`, numerics set up and self-checked.
+        model_name: Name of the model within the deployment.
+        rank_ids: Stable ids in column order of placements; [0, 1, 2, 3] or [4, 5, 6, 7], …
+        nodes: Name of each rank's node.
+        slots_per_rank: S in every MoE layer; 0 = the fewest that hold all experts, and one more.
+        run_directory: Short path; holds each rank's request socket and, after a failure, its reason.
+        rendezvous_host, engine_port, hook_port: Where the first rank listens for the engine's process group, and may
+            listen for the hook's own groups.
+        hook_sockets: Agent process's Unix socket for each rank; empty = no hook.
+        hook_factory: `module:callable`, called as (port, rank config), that makes the hook in place of the real one.
+            For tests: doubles, and negative controls that wrap the port.
+        vote_period, window_steps, staging_bytes: K, W and the staging budget, handed to the hook.
+        batch_max: Most requests of one rank in one step.
+        queue_max: Most requests that wait at one rank; more are refused.
+        prefill_tokens_max: Prompt tokens that one step of one rank takes up; a longer prompt goes alone.
+        output_bytes_max: What may wait for a client that does not read before its requests pause.
+        dummy_tokens: Tokens, 0 or 1, that a rank without requests computes in a step; never counted or recorded.
+        start_timeout_s, step_timeout_s: Deadline of start-up, and of a collective within a step.
+    """
+
+    deployment: DeploymentId
+    model_factory: str
+    rank_ids: tuple[RankId, ...]
+    nodes: tuple[str, ...]
+    run_directory: str
+    engine_port: int
+    hook_port: int
+    model_name: str = "target"
+    slots_per_rank: int = 0
+    rendezvous_host: str = "127.0.0.1"
+    hook_sockets: tuple[str, ...] = ()
+    hook_factory: str = ""
+    phase: Phase = Phase.MIXED
+    stage: int = 0
+    capacity: float = 1.0
+    vote_period: int = 4
+    window_steps: int = 32
+    staging_bytes: int = 16 << 20
+    batch_max: int = 8
+    queue_max: int = 256
+    prefill_tokens_max: int = 256
+    output_bytes_max: int = 4 << 20
+    dummy_tokens: int = 0
+    start_timeout_s: float = 60.0
+    step_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be laid out. Raises InvalidInputError."""
+        if not self.rank_ids or len(set(self.rank_ids)) != len(self.rank_ids) or min(self.rank_ids) < 0:
+            raise InvalidInputError(f"rank ids must be unique, not negative and at least one; got {list(self.rank_ids)}")
+        if len(self.nodes) != len(self.rank_ids):
+            raise InvalidInputError(f"{len(self.nodes)} node names for {len(self.rank_ids)} ranks; give one for each rank")
+        if self.hook_sockets and len(self.hook_sockets) != len(self.rank_ids):
+            raise InvalidInputError(
+                f"{len(self.hook_sockets)} hook sockets for {len(self.rank_ids)} ranks; give one each, or none"
+            )
+        if self.dummy_tokens not in (0, 1):
+            raise InvalidInputError(f"dummy_tokens is {self.dummy_tokens}; a dummy batch has 0 or 1 token")
+        for name in ("vote_period", "window_steps", "batch_max", "queue_max", "prefill_tokens_max"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.slots_per_rank < 0:
+            raise InvalidInputError(f"slots_per_rank is {self.slots_per_rank}; give at least 1, or 0 for the default")
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return len(self.rank_ids)
+
+    def slots(self, num_experts: int) -> int:
+        """S for a layer of E experts. Raises InvalidInputError when all ranks' slots cannot hold the experts."""
+        fewest = -(-num_experts // self.num_ranks)
+        slots = self.slots_per_rank or fewest + 1
+        if slots < fewest:
+            raise InvalidInputError(
+                f"{num_experts} experts do not fit {self.num_ranks} ranks x {slots} slots = {self.num_ranks * slots};"
+                f" use at least {fewest} slots per rank"
+            )
+        return slots
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConfig:
+    """One rank of a fleet. position: its place in the group, the index into `rank_ids`."""
+
+    fleet: FleetConfig
+    position: int
+
+    @property
+    def rank_id(self) -> RankId:
+        """Stable id."""
+        return self.fleet.rank_ids[self.position]
+
+    @property
+    def node(self) -> str:
+        """Its node."""
+        return self.fleet.nodes[self.position]
+
+    @property
+    def hook_socket(self) -> str | None:
+        """Its agent process's socket; None = no hook."""
+        return self.fleet.hook_sockets[self.position] if self.fleet.hook_sockets else None
+
+    @property
+    def request_socket(self) -> Path:
+        """Where it takes requests."""
+        return Path(self.fleet.run_directory) / f"rank-{self.rank_id}.sock"
+
+    @property
+    def reason_file(self) -> Path:
+        """Where it writes why it stopped, when that was not asked for."""
+        return Path(self.fleet.run_directory) / f"rank-{self.rank_id}.reason"
