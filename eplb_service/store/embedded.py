@@ -236,7 +236,11 @@ class EmbeddedServer:
         self.directory.close()
 
     def _why_dead(self, returncode: int) -> str:
-        how = f"was killed by signal {-returncode}" if returncode < 0 else f"exited with code {returncode}"
+        if returncode == -signal.SIGKILL:
+            return (
+                f"embedded store in {self.directory.path} was killed (SIGKILL): by someone, or for lack of memory (see dmesg)"
+            )
+        how = f"was ended by signal {-returncode}" if returncode < 0 else f"exited with code {returncode}"
         try:
             tail = self.directory.log_path.read_text(errors="replace")[-4096:].splitlines()[-20:]
         except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from redis import exceptions as redis_errors
@@ -104,12 +105,14 @@ def _answered(error: redis_errors.ResponseError, address: StoreAddress) -> Fault
 
 
 def _tls_cause(error: BaseException) -> ssl.SSLError | None:
+    return next((cause for cause in _chain(error) if isinstance(cause, ssl.SSLError)), None)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, ssl.SSLError):
-            return seen
+        yield seen
         seen = seen.__cause__ or seen.__context__
-    return None
 
 
 def _tls(error: ssl.SSLError, address: StoreAddress) -> str:
@@ -122,9 +125,8 @@ def _tls(error: ssl.SSLError, address: StoreAddress) -> str:
 
 def _root_reason(error: BaseException) -> str:
     """The innermost reason (`Connection refused`), which names no credentials."""
-    while isinstance(error.__cause__, OSError):
-        error = error.__cause__
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
     text = str(error)
     return "connection closed by the server" if "closed" in text.lower() else text[:120] or type(error).__name__
