@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 import grpc
 
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc, placement_pb2_grpc
-from eplb_service.rpc.channel import open_channel
-from eplb_service.rpc.status import raise_typed
+from eplb_service.rpc.channel import CLIENT_OPTIONS, DEFAULT_PORT, TlsFiles, client_credentials, parse_target
+from eplb_service.rpc.status import error_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -39,7 +40,15 @@ def typed_errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise_typed(error, address)
+        raise error_of(error, address) from None
+
+
+def sync_channel(address: str, tls_ca: Path | None) -> grpc.Channel:
+    """A blocking channel to a planner; it connects at the first call. Raises InvalidInputError for a malformed address."""
+    target = parse_target(address)
+    if tls_ca is None:
+        return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
+    return grpc.secure_channel(target, client_credentials(TlsFiles(ca=tls_ca)), options=CLIENT_OPTIONS)
 
 
 def planner_options(command: Command) -> Command:
@@ -48,7 +57,7 @@ def planner_options(command: Command) -> Command:
     @click.option(
         "--planner",
         envvar="EPLB_PLANNER",
-        default="127.0.0.1:7470",
+        default=f"127.0.0.1:{DEFAULT_PORT}",
         show_default=True,
         metavar="HOST:PORT",
         help="Planner to talk to (environment: EPLB_PLANNER).",
@@ -57,7 +66,7 @@ def planner_options(command: Command) -> Command:
     @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
     @wraps(command)
     def with_client(*args: Any, planner: str, timeout: float, tls_ca: str | None, **kwargs: Any) -> Any:
-        with open_channel(planner, tls_ca=tls_ca) as channel:
+        with sync_channel(planner, Path(tls_ca) if tls_ca else None) as channel:
             client = PlannerClient(
                 planner, timeout, admin_pb2_grpc.AdminServiceStub(channel), placement_pb2_grpc.PlacementServiceStub(channel)
             )
@@ -83,7 +92,7 @@ def the_deployment(client: PlannerClient, name: str | None) -> str:
     if name:
         return name
     status = client.call(client.admin.Status, admin_pb2.StatusRequest())
-    names = [deployment.deployment for deployment in status.deployments]
+    names: list[str] = [deployment.deployment for deployment in status.deployments]
     if len(names) == 1:
         return names[0]
     if not names:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import click
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from eplb_service.pb.v1 import common_pb2
-from eplb_service.rpc.arrays import decode_array
+from eplb_service.rpc.arrays import array_from_pb
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -49,13 +48,15 @@ def to_plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _is_repeated(field: FieldDescriptor) -> bool:
-    return bool(field.is_repeated) if hasattr(field, "is_repeated") else field.label == FieldDescriptor.LABEL_REPEATED
+def _is_repeated(field: Any) -> bool:
+    """Of a field descriptor: newer protobuf has `is_repeated`, older only `label`."""
+    return bool(field.is_repeated if hasattr(field, "is_repeated") else field.label == field.LABEL_REPEATED)
 
 
-def _plain_value(field: FieldDescriptor, value: Any) -> Any:
+def _plain_value(field: Any, value: Any) -> Any:
     if isinstance(value, common_pb2.Array):
-        return decode_array(value, field.name).tolist()
+        axes = [f"axis {axis}" for axis in range(len(value.shape))]
+        return array_from_pb(value, field.name, dtypes="iuf", shape=axes).tolist()
     if isinstance(value, Message):
         return to_plain(value)
     if field.enum_type is not None:

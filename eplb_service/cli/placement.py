@@ -11,7 +11,7 @@ from eplb_service.cli.client import PlannerClient, deployment_option, planner_op
 from eplb_service.cli.generations import state_text
 from eplb_service.cli.output import bytes_text, console, output_option, print_json, print_table, to_plain
 from eplb_service.pb.v1 import placement_pb2
-from eplb_service.rpc.arrays import decode_array
+from eplb_service.rpc.convert_placement import table_from_pb
 
 
 @click.group(short_help="Show, watch or compare placements.")
@@ -49,9 +49,9 @@ def show(deployment: str | None, generation: int, layer: int | None, output: str
 
 def _show_table(table: Any, only_layer: int | None) -> int:
     rows = []
-    array = decode_array(table.physical_to_logical, "physical_to_logical")
-    slots = array.shape[1] // len(table.rank_ids)
-    for layer_id, row in zip(table.layer_ids, array.tolist(), strict=True):
+    known = table_from_pb(table)
+    slots = known.slots_per_rank
+    for layer_id, row in zip(known.layer_ids, known.physical_to_logical.tolist(), strict=True):
         if only_layer is not None and layer_id != only_layer:
             continue
         for position, rank in enumerate(table.rank_ids):

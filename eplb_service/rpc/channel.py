@@ -17,7 +17,7 @@ KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 RECONNECT_MIN_MS = 100
 RECONNECT_MAX_MS = 5_000
-DEFAULT_PORT = 7600
+DEFAULT_PORT = 7470
 
 _LIMITS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -70,8 +70,8 @@ def parse_target(address: str) -> str:
 
     Raises InvalidInputError for anything else.
 
-    >>> parse_target("planner"), parse_target("[::1]:7600"), parse_target("unix:/run/eplb.sock")
-    ('planner:7600', '[::1]:7600', 'unix:/run/eplb.sock')
+    >>> parse_target("planner"), parse_target("[::1]:7470"), parse_target("unix:/run/eplb.sock")
+    ('planner:7470', '[::1]:7470', 'unix:/run/eplb.sock')
     """
     if address.startswith("unix:") and len(address) > len("unix:"):
         return address
