@@ -183,14 +183,14 @@ class LiveMap:
         """Layers whose row in `target` is another one, in table order."""
         theirs = target.row_digests()
         if theirs.keys() != self.row_digests.keys():
-            raise InvalidInputError(f"the placement has {len(theirs)} layers, or other ones, than the {len(self.row_digests)} live")
+            raise InvalidInputError(
+                f"the placement has {len(theirs)} layers, or other ones, than the {len(self.row_digests)} live"
+            )
         return tuple(layer for layer, digest in self.row_digests.items() if theirs[layer] != digest)
 
     def with_rows(self, rows: Mapping[LayerRef, npt.NDArray[np.integer]], generation: GenerationNumber) -> LiveMap:
         """The map after some layers flipped to rows of a generation."""
-        generations = (
-            generation if layer in rows else previous for layer, previous in self.layer_generations.items()
-        )
+        generations = (generation if layer in rows else previous for layer, previous in self.layer_generations.items())
         return LiveMap(self.placement.with_rows(rows), tuple(generations))
 
 

@@ -15,6 +15,9 @@ from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership import GroupLost, GroupReady, RankAttached, RankDetached
 
+NO_CHUNK = ChunkId(0)
+"""No chunk is open."""
+
 # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -211,7 +214,7 @@ class Note:
 
     event: str
     text: str
-    chunk_id: ChunkId = ChunkId(0)
+    chunk_id: ChunkId = NO_CHUNK
     rank_id: RankId | None = None
 
 
@@ -242,5 +245,3 @@ class RolloutSettings:
     def arm_timeout_s(self, vote_period: int) -> float:
         """How long to wait for Flipped before withdrawing: longer than the rank's own time to live plus two votes."""
         return self.arm_ttl_s + 2 * vote_period * self.slowest_step_s + self.answer_slack_s
-
-

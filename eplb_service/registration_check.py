@@ -1,0 +1,143 @@
+"""What a registration must satisfy: by itself, and beside those of its group.
+
+Planning on ranks that disagree about the model would move the wrong weights: a fallback loader that reports one expert
+where its peers report 256 is refused here, by name and number, and not found later by an index out of range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import isfinite
+
+from eplb_service.control import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ModelInfo, Registration
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import ConflictError, InvalidInputError, UnsupportedError
+
+_RANK_ID_MAX = 65535
+
+
+def check_registration(registration: Registration, deployment: str) -> None:
+    """Raise InvalidInputError unless this rank can be planned for at all; UnsupportedError when no protocol is common."""
+    rank = registration.address.rank_id
+    ids = registration.group_rank_ids
+    if registration.deployment != deployment:
+        raise InvalidInputError(f"rank {rank} registers for {registration.deployment!r}, not {deployment!r}")
+    if registration.protocol_max < PROTOCOL_VERSION_MIN or registration.protocol_min > PROTOCOL_VERSION_MAX:
+        raise UnsupportedError(
+            f"rank {rank} speaks protocol {registration.protocol_min}..{registration.protocol_max}, this planner"
+            f" {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: upgrade the older side"
+        )
+    if rank not in ids or len(set(ids)) != len(ids) or not all(0 <= member <= _RANK_ID_MAX for member in ids):
+        raise InvalidInputError(
+            f"rank {rank} names the group {list(ids)}: give each rank once, itself among them, ids 0..{_RANK_ID_MAX}"
+        )
+    if not registration.node:
+        raise InvalidInputError(f"rank {rank} names no node: ranks of one node are told by it")
+    if not (isfinite(registration.capacity) and registration.capacity > 0):
+        raise InvalidInputError(f"rank {rank} has capacity {registration.capacity}; give a finite number > 0")
+    if registration.dispatch not in set(Dispatch):
+        raise InvalidInputError(f"rank {rank} dispatches by {registration.dispatch!r}; known are {', '.join(Dispatch)}")
+    for name in ("vote_period", "window_steps", "sub_windows", "replica_table_width"):
+        if getattr(registration, name) < 1:
+            raise InvalidInputError(f"rank {rank} has {name} {getattr(registration, name)}; it must be at least 1")
+    if registration.staging_bytes < 0 or registration.weights_version < 0:
+        raise InvalidInputError(
+            f"rank {rank} has staging_bytes {registration.staging_bytes} and weights_version {registration.weights_version};"
+            " both must be 0 or more"
+        )
+    _check_models(registration)
+
+
+def _check_models(registration: Registration) -> None:
+    rank = registration.address.rank_id
+    names = [model.name for model in registration.models]
+    if not names or len(set(names)) != len(names) or not all(names):
+        raise InvalidInputError(f"rank {rank} registers the models {names}: name at least one, and each once")
+    for model in registration.models:
+        layer_ids = [layer.layer_id for layer in model.layers]
+        if not layer_ids:
+            raise InvalidInputError(
+                f"rank {rank} registers model {model.name!r} with 0 MoE layers: nothing to balance; check that the"
+                " engine built its expert layers, or leave the model out"
+            )
+        if len(set(layer_ids)) != len(layer_ids) or min(layer_ids) < 0:
+            raise InvalidInputError(
+                f"rank {rank} registers layers {layer_ids} of model {model.name!r}: ids are unique and >= 0"
+            )
+        for layer in model.layers:
+            if min(layer.num_logical, layer.slots, layer.expert_bytes) < 1:
+                raise InvalidInputError(
+                    f"rank {rank}, layer {layer.layer_id} of model {model.name!r}: E={layer.num_logical}, slots={layer.slots},"
+                    f" expert_bytes={layer.expert_bytes}; each must be at least 1"
+                )
+            num_physical = layer.slots * len(registration.group_rank_ids)
+            if num_physical < layer.num_logical:
+                raise InvalidInputError(
+                    f"rank {rank}, layer {layer.layer_id} of model {model.name!r}: {len(registration.group_rank_ids)} ranks x"
+                    f" {layer.slots} slots = {num_physical} cannot hold {layer.num_logical} experts"
+                )
+
+
+def check_agreement(registration: Registration, peers: Iterable[Registration], *, weights_too: bool) -> None:
+    """Raise ConflictError, with both values and both ranks, when a rank disagrees with a peer of its group.
+
+    weights_too: whether the weights versions must be equal (while a group forms; later they change one after another).
+    """
+    for peer in peers:
+        found = _disagreement(registration, peer, weights_too=weights_too)
+        if found is not None:
+            what, mine, theirs = found
+            raise ConflictError(
+                f"rank {registration.address.rank_id} registers {what} {mine}, but rank {peer.address.rank_id} of the same"
+                f" group has {theirs}: all ranks of a group must agree; check how each was started"
+            )
+
+
+_SHARED = (
+    ("group_rank_ids", "the group"),
+    ("phase", "phase"),
+    ("stage", "pipeline stage"),
+    ("vote_period", "vote period K ="),
+    ("window_steps", "window steps W ="),
+    ("sub_windows", "sub-windows"),
+    ("dispatch", "dispatch"),
+)
+
+
+def _disagreement(mine: Registration, theirs: Registration, *, weights_too: bool) -> tuple[str, object, object] | None:
+    for name, what in _SHARED:
+        values = getattr(mine, name), getattr(theirs, name)
+        if values[0] != values[1]:
+            return what, *(list(value) if isinstance(value, tuple) else value for value in values)  # type: ignore[return-value]
+    if mine.protocol_min > theirs.protocol_max or mine.protocol_max < theirs.protocol_min:
+        return (
+            "protocol",
+            f"{mine.protocol_min}..{mine.protocol_max}",
+            f"{theirs.protocol_min}..{theirs.protocol_max}",
+        )
+    if weights_too and mine.weights_version != theirs.weights_version:
+        return "weights version", mine.weights_version, theirs.weights_version
+    return _models_disagreement(mine.models, theirs.models)
+
+
+def _models_disagreement(mine: Sequence[ModelInfo], theirs: Sequence[ModelInfo]) -> tuple[str, object, object] | None:
+    names = [model.name for model in mine], [model.name for model in theirs]
+    if names[0] != names[1]:
+        return "models", *names
+    for model, other in zip(mine, theirs, strict=True):
+        if len(model.layers) != len(other.layers):
+            return f"model {model.name!r} with L =", len(model.layers), len(other.layers)
+        for layer, peer_layer in zip(model.layers, other.layers, strict=True):
+            for name, what in (
+                ("layer_id", "layer id"),
+                ("num_logical", "E ="),
+                ("slots", "slots ="),
+                ("expert_bytes", "expert bytes ="),
+            ):
+                if getattr(layer, name) != getattr(peer_layer, name):
+                    where = f"model {model.name!r} layer {layer.layer_id} with {what}"
+                    return where, getattr(layer, name), getattr(peer_layer, name)
+        for name, what in (("digest", "digest"), ("manifest_digest", "tensor manifest digest")):
+            if getattr(model, name) != getattr(other, name):
+                return f"model {model.name!r} with {what}", repr(getattr(model, name)), repr(getattr(other, name))
+    return None
