@@ -154,7 +154,7 @@ class FrameStream:
     """Frames over a connected stream socket, without ever blocking: what does not go out at once waits in a buffer."""
 
     def __init__(self, connection: socket.socket, understood: tuple[type, ...]) -> None:
-        connection.setblocking(False)
+        connection.settimeout(0)
         self._connection = connection
         self._decoder = Decoder(understood)
         self._incoming = bytearray()

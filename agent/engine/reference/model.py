@@ -158,12 +158,14 @@ def model_digest(model: ServedModel) -> str:
     """Identity of architecture and checkpoint: must be equal on all ranks of a group. Hex BLAKE2b-16.
 
     Covers the configuration, every tensor of every expert, and, since other tensors have no names here, what embedding,
-    attention, router and head make of one fixed prompt.
+    attention, router and head make of one fixed prompt. Raises InvalidInputError when the configuration is no dataclass.
     """
     state = hashlib.blake2b(digest_size=16)
     config = model.config
-    known = dataclasses.asdict(config) if dataclasses.is_dataclass(config) and not isinstance(config, type) else {}
-    state.update(repr(sorted(known.items())).encode())
+    fields: Any = config
+    if not dataclasses.is_dataclass(fields) or isinstance(fields, type):
+        raise InvalidInputError(f"the model's configuration is a {type(config).__name__}; it must be a dataclass instance")
+    state.update(repr(sorted(dataclasses.asdict(fields).items())).encode())
     for layer_id in model.moe_layer_ids():
         for name, tensor in sorted(model.expert_tensors(layer_id).items()):
             update_digest(state, f"{layer_id}.{name}", tensor)
@@ -177,6 +179,7 @@ def model_digest(model: ServedModel) -> str:
             routed = model.route(layer_id, hidden)
             update_digest(state, f"{layer_id}.gates", routed.gates)
     update_digest(state, "hidden", hidden)
+    state.update(repr(list(model.next_tokens(hidden, [TokenDraw(0, row) for row in range(len(tokens))]))).encode())
     return state.hexdigest()
 
 

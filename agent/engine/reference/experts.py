@@ -1,0 +1,157 @@
+"""What one rank holds of the MoE layers: slots full of experts, the tables that route to them, and what they served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from agent.engine.port import RoutingTables
+from agent.engine.reference.model import ServedModel, device_of, expert_digest
+from eplb_service.errors import BrokenInvariantError
+from eplb_service.placement import Int32Array, logical_to_physical
+
+
+@dataclass(slots=True, eq=False)
+class LayerExperts:
+    """One MoE layer on one rank. What the hook writes is written in place: the storage of all tensors stays.
+
+    Attributes:
+        layer_id: Absolute layer id.
+        slots: Tensors by name, shape (S, …): slot s holds the expert at `position * S + s` of the row.
+        slot_views: For each local slot its tensors without the leading axis: views of `slots`, made once.
+        tables: Routing tables (`RoutingTables`), int64.
+        tickets: Shape (E,), int64: (token, choice) pairs sent to each expert so far, the counter of the round robin.
+        seen_row: Shape (P,), int64: the row at the last step, to see flips by.
+        tokens: Shape (S,), int64: real (token, choice) pairs computed by each local slot since start.
+        tokens_before_flip: `tokens` when the row last changed.
+        flip_boundary: Step boundary of that change; -1 = never.
+        sent: Shape (P,), int64: real pairs that this rank sent to each slot since start.
+    """
+
+    layer_id: int
+    slots: dict[str, Tensor]
+    tables: RoutingTables
+    tickets: Tensor
+    seen_row: Tensor
+    tokens: Tensor
+    tokens_before_flip: Tensor
+    sent: Tensor
+    flip_boundary: int = -1
+    slot_views: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.slot_views = [{name: tensor[slot] for name, tensor in self.slots.items()} for slot in range(self.num_slots)]
+
+    @property
+    def num_slots(self) -> int:
+        """S."""
+        return int(self.tokens.numel())
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of all tensors of one expert."""
+        return sum(tensor[0].nbytes for tensor in self.slots.values())
+
+    def notice_flip(self, boundary: int) -> bool:
+        """Whether the row has changed since the last step; if so, start the count of tokens since the flip anew.
+
+        Raises:
+            BrokenInvariantError: an expert has no replica: its tokens could go nowhere (invariant 3).
+        """
+        row = self.tables.physical_to_logical
+        if torch.equal(row, self.seen_row):
+            return False
+        counts = self.tables.replica_counts
+        if int(counts.min()) < 1:
+            raise BrokenInvariantError(
+                f"layer {self.layer_id} routes by a map in which expert {int(counts.argmin())} has no replica"
+                f" since boundary {boundary}; row {row.tolist()}"
+            )
+        self.seen_row.copy_(row)
+        self.tokens_before_flip.copy_(self.tokens)
+        self.flip_boundary = boundary
+        return True
+
+    def slot_digests(self) -> tuple[int, ...]:
+        """`expert_digest` of what lies in each local slot. Length S."""
+        return tuple(expert_digest(view) for view in self.slot_views)
+
+
+def linear_row(*, num_experts: int, num_physical: int) -> Int32Array:
+    """How the engine starts: slot i holds expert i % E. Shape (P,), int32."""
+    return (np.arange(num_physical) % num_experts).astype(np.int32)
+
+
+def load_layer(
+    model: ServedModel, layer_id: int, row: Int32Array, *, position: int, slots: int, table_width: int
+) -> LayerExperts:
+    """Fill a rank's slots of one layer from the checkpoint.
+
+    Args:
+        model: Where the experts come from.
+        layer_id: Absolute layer id.
+        row: Shape (P,), int32, -1 = empty slot (its tensors are zeros).
+        position: The rank's place in the group.
+        slots: S.
+        table_width: Most replicas of an expert that the tables can hold.
+    """
+    device = device_of(model)
+    num_experts = model.config.num_experts
+    held: Sequence[int] = row[position * slots : (position + 1) * slots].tolist()
+    storage = {name: _gather(checkpoint, held) for name, checkpoint in sorted(model.expert_tensors(layer_id).items())}
+    replicas = np.bincount(row[row >= 0], minlength=num_experts)
+    tables = RoutingTables(
+        physical_to_logical=torch.from_numpy(row.astype(np.int64)).to(device),
+        logical_to_physical=torch.from_numpy(logical_to_physical(row[None], num_experts, table_width)[0].astype(np.int64)).to(
+            device
+        ),
+        replica_counts=torch.from_numpy(replicas.astype(np.int64)).to(device),
+    )
+    zeros = torch.zeros(slots, dtype=torch.int64, device=device)
+    return LayerExperts(
+        layer_id=layer_id,
+        slots=storage,
+        tables=tables,
+        # Ranks start at different replicas: else every rank's first token of an expert meets at the same one.
+        tickets=torch.full((num_experts,), position, dtype=torch.int64, device=device),
+        seen_row=tables.physical_to_logical.clone(),
+        tokens=zeros,
+        tokens_before_flip=zeros.clone(),
+        sent=torch.zeros(len(row), dtype=torch.int64, device=device),
+    )
+
+
+def _gather(checkpoint: Tensor, held: Sequence[int]) -> Tensor:
+    """Tensors of the experts of some slots, stacked; zeros for an empty slot. (E, …) to (S, …)."""
+    stacked = torch.zeros((len(held), *checkpoint.shape[1:]), dtype=checkpoint.dtype, device=checkpoint.device)
+    for slot, expert in enumerate(held):
+        if expert >= 0:
+            stacked[slot] = checkpoint[expert]
+    return stacked
+
+
+def check_row_independence(model: ServedModel, layer: LayerExperts, sample: Mapping[str, Tensor]) -> None:
+    """Prove on this machine that an expert's output for a row does not depend on the rows beside it.
+
+    Args:
+        model: The model; its own factory checks attention, router and head.
+        layer: A layer of which the first slot is tried.
+        sample: `inputs`, shape (n, D): rows such as the router passes on.
+
+    Raises:
+        BrokenInvariantError: a row changed with its batch: tokens would depend on the placement.
+    """
+    inputs = sample["inputs"]
+    tensors = layer.slot_views[0]
+    alone = torch.cat([model.run_expert(tensors, row[None]) for row in inputs])
+    for size in range(2, inputs.shape[0] + 1):
+        together = torch.cat([model.run_expert(tensors, part) for part in torch.split(inputs, size)])
+        if not torch.equal(together, alone):
+            raise BrokenInvariantError(
+                f"layer {layer.layer_id}: an expert's outputs for {inputs.shape[0]} rows changed when they were computed {size}"
+                " at a time, so tokens would depend on the placement; use another build of torch on this machine"
+            )
