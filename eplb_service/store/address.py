@@ -61,7 +61,7 @@ def parse_address(url: str, *, password: str | None = None) -> StoreAddress:
     except ValueError as error:
         raise InvalidInputError(f"store URL has a port that is no number from 1 to 65535: use {FORMS}") from error
     path = unquote(parts.path)
-    if unix and not path.startswith("/"):
+    if unix and (parts.hostname or not path.startswith("/")):
         raise InvalidInputError(f"store URL unix:// names no absolute socket path: use {FORMS}")
     if not unix and not parts.hostname:
         raise InvalidInputError(f"store URL names no host: use {FORMS}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,10 +52,9 @@ class Script:
 
     async def run(self, client: Redis, keys: Sequence[str], arguments: Sequence[Argument]) -> Any:
         """Run it; errors are redis-py's."""
-        try:
+        with contextlib.suppress(redis_errors.NoScriptError):
             return await send(client, "EVALSHA", self._digest, len(keys), *keys, *arguments)
-        except redis_errors.NoScriptError:
-            return await send(client, "EVAL", self._text, len(keys), *keys, *arguments)
+        return await send(client, "EVAL", self._text, len(keys), *keys, *arguments)
 
 
 async def send(client: Redis, *arguments: Argument) -> Any:

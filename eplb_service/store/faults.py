@@ -29,6 +29,12 @@ _CODE_BY_CLASS: dict[type[BaseException], str] = {
     redis_errors.NoPermissionError: "NOPERM",
     redis_errors.ReadOnlyError: "READONLY",
 }
+_ANSWERS = (
+    redis_errors.AuthenticationError,
+    redis_errors.AuthorizationError,
+    redis_errors.BusyLoadingError,
+    redis_errors.ResponseError,
+)
 _CLUSTER_CODES = ("MOVED", "ASK", "CROSSSLOT", "CLUSTERDOWN")
 
 
@@ -44,17 +50,21 @@ class Fault:
 
 def explain(error: BaseException, address: StoreAddress) -> Fault:
     """Say what an exception of redis-py, the socket or a deadline means."""
+    # Refusals while a connection is being set up come wrapped in a plain ConnectionError.
+    error = next((cause for cause in _chain(error) if isinstance(cause, _ANSWERS)), error)
     if isinstance(error, redis_errors.AuthenticationError | redis_errors.AuthorizationError):
         return Fault(_password(error, address), final=True)
     if isinstance(error, redis_errors.BusyLoadingError):
         return Fault(f"store {address} is still loading its data: wait until it has read its files", final=False)
     if isinstance(error, TimeoutError | redis_errors.TimeoutError):
-        return Fault(f"store {address} did not answer in time: check its load and the network", final=False, timed_out=True)
+        tls = ", and that it speaks TLS" if address.tls else ""
+        sentence = f"store {address} did not answer in time: check its load and the network{tls}"
+        return Fault(sentence, final=False, timed_out=True)
     if isinstance(error, redis_errors.ResponseError):
         return _answered(error, address)
-    tls = _tls_cause(error)
-    if tls is not None:
-        return Fault(_tls(tls, address), final=True)
+    tls_error = next((cause for cause in _chain(error) if isinstance(cause, ssl.SSLError)), None)
+    if tls_error is not None:
+        return Fault(_tls(tls_error, address), final=True)
     reason = _root_reason(error)
     if address.socket_path:
         return Fault(f"store {address} is unreachable ({reason}): is the server running, and its socket ours?", final=False)
@@ -102,10 +112,6 @@ def _answered(error: redis_errors.ResponseError, address: StoreAddress) -> Fault
     if code in ("BUSY", "MASTERDOWN", "TRYAGAIN"):
         return Fault(f"store {address} is busy ({code}): another script runs, or it waits for its primary", final=False)
     return Fault(f"store {address} answered {text[:200]!r}: check that it is a Redis or Valkey server", final=True)
-
-
-def _tls_cause(error: BaseException) -> ssl.SSLError | None:
-    return next((cause for cause in _chain(error) if isinstance(cause, ssl.SSLError)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
