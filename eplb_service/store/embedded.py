@@ -54,8 +54,10 @@ _SETTINGS = (
 )
 _KNOWN_REASONS = (
     ("No space left on device", "the disk is full: free space"),
+    ("Short write while writing to the AOF file", "the disk is full: free space"),
     ("Disk quota exceeded", "the disk quota is used up: free space"),
     ("Bad file format reading the append only file", "its log is damaged: restore a copy, or run valkey-check-aof --fix on it"),
+    ("AOF write error", "it could not append to its log, the disk is full or failing: free space, or see dmesg"),
     ("Permission denied", "it may not write there: give the directory to this user"),
     ("Read-only file system", "the file system is read-only"),
     ("not found (required by", "its binary does not fit this system: install valkey-server or redis-server"),
@@ -72,11 +74,14 @@ class EmbeddedServer:
         self.directory = DataDirectory(data_dir)
         self.socket_path: Path | None = None
         self.last_failure: str | None = None
-        """Why the server is not there just now, as a sentence; None while it runs."""
+        """Why the server was not there the last time, as a sentence; None if it always was."""
+        self.failed_at_s = 0.0
+        """When that was found, on the event loop's clock."""
         self.num_restarts = 0
         self._binary = binary.absolute() if binary is not None else None
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._log_begin = 0
         self._log = structlog.get_logger("eplb.store").bind(data_dir=str(self.directory.path))
 
     @property
@@ -126,7 +131,6 @@ class EmbeddedServer:
             os.close(lock)
         self._process = process
         await self._wait_until_ready(process)
-        self.last_failure = None
         self._log.info("embedded_store.started", pid=process.pid, socket=str(self.socket_path), binary=str(binary))
 
     async def _exec(self, binary: Path, lock: int) -> asyncio.subprocess.Process:
@@ -134,6 +138,7 @@ class EmbeddedServer:
         if log_path.exists() and log_path.stat().st_size > LOG_BYTES_MAX:
             log_path.replace(log_path.with_suffix(".log.1"))
         with log_path.open("ab") as log:
+            self._log_begin = log.tell()
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", str(exec_with_parent.__file__), str(os.getpid()), str(binary)),
                 *("--unixsocket", str(self.socket_path), "--dir", str(self.directory.path), *_SETTINGS),
@@ -197,8 +202,7 @@ class EmbeddedServer:
             started_s = clock()
             if self._process is not None:
                 returncode = await self._process.wait()
-                self.last_failure = self._why_dead(returncode)
-                self._log.error("embedded_store.exited", returncode=returncode, reason=self.last_failure)
+                self._note_failure("embedded_store.exited", self._why_dead(returncode))
                 self._process = None
             if clock() - started_s > STEADY_S:
                 pause_s = RESTART_PAUSE_FIRST_S
@@ -208,10 +212,13 @@ class EmbeddedServer:
                 await self._spawn(binary)
                 self.num_restarts += 1
             except (EplbError, OSError) as error:
-                if str(error) != self.last_failure:
-                    self._log.error("embedded_store.restart_failed", reason=str(error))
-                self.last_failure = str(error)
+                self._note_failure("embedded_store.restart_failed", str(error))
                 await self._stop_process()
+
+    def _note_failure(self, event: str, reason: str) -> None:
+        if reason != self.last_failure:
+            self._log.error(event, reason=reason)
+        self.last_failure, self.failed_at_s = reason, asyncio.get_running_loop().time()
 
     async def _stop_process(self) -> None:
         process, self._process = self._process, None
@@ -242,7 +249,8 @@ class EmbeddedServer:
             )
         how = f"was ended by signal {-returncode}" if returncode < 0 else f"exited with code {returncode}"
         try:
-            tail = self.directory.log_path.read_text(errors="replace")[-4096:].splitlines()[-20:]
+            printed = self.directory.log_path.read_bytes()[self._log_begin :]  # by this server, not by those before
+            tail = printed[-4096:].decode(errors="replace").splitlines()
         except OSError:
             tail = []
         reason = next((advice for line in reversed(tail) for sign, advice in _KNOWN_REASONS if sign in line), None)
@@ -280,8 +288,9 @@ class EmbeddedStore(RedisStore):
         await super().close()
         await self.server.close()
 
-    def _circumstances(self) -> str:
-        return f"; {self.server.last_failure}" if self.server.last_failure else ""
+    def _circumstances(self, since_s: float) -> str:
+        failed = self.server.last_failure is not None and (self.server.pid is None or self.server.failed_at_s >= since_s)
+        return f"; {self.server.last_failure}" if failed else ""
 
 
 def find_binary() -> Path:

@@ -215,19 +215,19 @@ class RedisStore:
             self._note_failure(operation, fault)
             pause_s = times.pause_s(num_tries, self._jitter())
             if fault.final or clock() + pause_s - begin_s >= times.operation_s:
-                raise self._unavailable(operation, fault, num_tries, clock() - begin_s)
+                raise self._unavailable(operation, fault, num_tries, begin_s)
             await asyncio.sleep(pause_s)
 
-    def _unavailable(self, operation: str, fault: faults.Fault, num_tries: int, took_s: float) -> Exception:
+    def _unavailable(self, operation: str, fault: faults.Fault, num_tries: int, begin_s: float) -> Exception:
+        circumstances = self._circumstances(begin_s)
         if fault.final:
-            return StoreUnavailableError(f"{fault.sentence}{self._circumstances()}")
+            return StoreUnavailableError(f"{fault.sentence}{circumstances}")
+        took_s = asyncio.get_running_loop().time() - begin_s
         tried = f"{operation!r} was tried {num_tries} times in {took_s:.1f} s"
-        return (DeadlineError if fault.timed_out else StoreUnavailableError)(
-            f"{fault.sentence}; {tried}{self._circumstances()}"
-        )
+        return (DeadlineError if fault.timed_out else StoreUnavailableError)(f"{fault.sentence}; {tried}{circumstances}")
 
-    def _circumstances(self) -> str:
-        """What else is known about why the server does not answer; empty here."""
+    def _circumstances(self, since_s: float) -> str:  # noqa: ARG002  for stores that run the server
+        """What else is known about why the server did not answer since then; empty here."""
         return ""
 
     def _note_failure(self, operation: str, fault: faults.Fault) -> None:
