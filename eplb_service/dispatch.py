@@ -45,11 +45,12 @@ def copies_on_ranks(table: Table, topology: Topology) -> Int32Array:
     """Copies of each expert on each rank that serves. Shape (L, R, E), int32; rows of dead ranks are 0."""
     by_rank = reachable_slots(table, topology)
     num_layers, num_ranks, _ = by_rank.shape
-    counts = np.zeros((num_layers, num_ranks, table.num_logical + 1), np.int32)
-    layer = np.arange(num_layers)[:, None, None]
-    rank = np.arange(num_ranks)[None, :, None]
-    np.add.at(counts, (np.broadcast_to(layer, by_rank.shape), np.broadcast_to(rank, by_rank.shape), by_rank), 1)
-    return counts[:, :, :-1]
+    width = table.num_logical + 1  # the last column counts empty slots
+    row_start = np.arange(num_layers * num_ranks).reshape(num_layers, num_ranks, 1) * width
+    held = np.where(by_rank >= 0, by_rank, table.num_logical)
+    counts = np.bincount((row_start + held).reshape(-1), minlength=num_layers * num_ranks * width)
+    copies: Int32Array = counts.reshape(num_layers, num_ranks, width)[:, :, :-1].astype(np.int32)
+    return copies
 
 
 def rank_shares(table: Table, topology: Topology, dispatch: Dispatch) -> Float64Array:
@@ -64,11 +65,12 @@ def rank_shares(table: Table, topology: Topology, dispatch: Dispatch) -> Float64
         raise UnsupportedError(
             "weighted dispatch needs the shares of each replica, which placements do not carry yet; use even, hashed or nearest"
         )
-    copies = copies_on_ranks(table, topology).astype(np.float64)
+    copies = copies_on_ranks(table, topology)
     if dispatch is Dispatch.NEAREST:
-        return _nearest_shares(copies, topology)
+        return _nearest_shares(copies.astype(np.float64), topology)
     total = copies.sum(axis=1, keepdims=True)
-    return np.divide(copies, total, out=np.zeros_like(copies), where=total > 0)
+    even: Float64Array = copies / np.maximum(total, 1)
+    return even
 
 
 def _nearest_shares(copies: Float64Array, topology: Topology) -> Float64Array:
@@ -111,7 +113,7 @@ def rank_loads(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch:
         raise InvalidInputError(
             f"loads must have shape ({table.num_layers} layers, {table.num_logical} experts); got {load_array.shape}"
         )
-    result: Float64Array = np.einsum("lre,le->lr", rank_shares(table, topology, dispatch), load_array)
+    result: Float64Array = (rank_shares(table, topology, dispatch) @ load_array[:, :, None])[:, :, 0]
     return result
 
 

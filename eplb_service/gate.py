@@ -34,7 +34,8 @@ class CostModel:
 
     seconds_per_step: time of one step spent where ranks wait for the busiest, at imbalance 1 (its excess over 1 is lost time).
     horizon_steps: steps until the load is expected to drift away.
-    bytes_per_s: rate at which one rank receives weights. copy_interference: share of serving time lost while weights are copied.
+    bytes_per_s: rate at which one rank receives weights.
+    copy_interference: share of serving time lost while weights are copied.
     commit_stall_s: time that one chunk's flip stops every rank.
     """
 
@@ -225,7 +226,7 @@ def _before_gain(config: GateConfig, inputs: GateInputs) -> Verdict | None:
     if per_layer < config.min_tokens or per_layer == 0:
         return _keep(
             VerdictCode.TOO_FEW_TOKENS,
-            f"keep: the window holds {per_layer:.0f} token assignments a layer, at least {max(1, config.min_tokens)} are needed",
+            f"keep: the window holds {per_layer:.0f} token assignments a layer; {max(1, config.min_tokens)} or more are needed",
             {"tokens_per_layer": per_layer, "min_tokens": float(config.min_tokens)},
         )
     return None

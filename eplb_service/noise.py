@@ -36,7 +36,7 @@ class FreshImbalance:
 
 
 def normal_cdf(x: Float64Array) -> Float64Array:
-    """Distribution function of the standard normal, to 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26)."""
+    """Distribution function of the standard normal, to 1.5e-7 (Abramowitz and Stegun, formula 7.1.26)."""
     z = np.abs(x) / np.sqrt(2.0)
     t = 1.0 / (1.0 + 0.3275911 * z)
     polynomial = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))

@@ -108,7 +108,8 @@ def _check_rows(report: LoadReport, counts: TableCounts) -> Refused | None:
         sub, row, expert = np.argwhere(array < 0)[0].tolist()
         return _refused(
             Refusal.NEGATIVE,
-            f"{where}: sub-window {sub} layer {counts.layer_ids[row]} expert {expert} counts {int(array[sub, row, expert])} tokens",
+            f"{where}: sub-window {sub} layer {counts.layer_ids[row]} expert {expert} counts"
+            f" {int(array[sub, row, expert])} tokens",
         )
     return None
 
@@ -122,7 +123,7 @@ def _rows_of(report: LoadReport, model: str) -> Iterator[tuple[int, npt.NDArray[
 
 
 def _missing_or_unknown(report: LoadReport, expected: Expected) -> Refused | None:
-    """Every expected layer once with its E; other layers only if they counted nothing (dense layers have ids and no experts)."""
+    """Every expected layer once with its E; other layers only if they counted nothing (dense layers have ids, no experts)."""
     for model in sorted({counts.model for counts in report.tables} | {shape.model for shape in expected.tables}):
         widths = {layer: shape.num_logical for shape in expected.tables if shape.model == model for layer in shape.layer_ids}
         seen: set[int] = set()

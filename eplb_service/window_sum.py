@@ -70,8 +70,8 @@ class GroupWindow:
                 same_steps = (other.boundary_begin, other.boundary_end) == (report.boundary_begin, report.boundary_end)
                 if same_steps and not all(np.array_equal(self.counts[rank][shape], counts[shape]) for shape in counts):
                     alarms[Alarm.GLOBAL_REPORTS_DIFFER] = (
-                        f"window {self.window_index}: ranks {rank} and {report.rank_id} both claim to count all tokens but differ;"
-                        f" their semantics may be local"
+                        f"window {self.window_index}: ranks {rank} and {report.rank_id} both claim to count all tokens"
+                        f" but differ; their semantics may be local"
                     )
                     break
         self.size_bytes += sum(array.nbytes for array in counts.values())

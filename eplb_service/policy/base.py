@@ -6,7 +6,8 @@ A policy plans one table (layers of one model with equal E and P) at a time; the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Protocol
 
 import numpy as np
@@ -44,7 +45,7 @@ class PlanningProblem:
 
     loads: shape (W, L, E), float64, tokens; finite, >= 0. W sub-windows in time order, at least 1.
     current: the placement that is live now (also fixes layers, ranks and slots).
-    from_nothing: current holds no weights worth keeping (a first, offline plan): moves are not counted.
+    from_nothing: current holds no weights worth keeping (a first, offline plan): max_moves does not bind.
     expert_bytes: bytes of one expert of each layer. Length L.
     dispatch: how the engine picks a replica.
     time_limit_s: hard stop; work_budget: units of work (policy's own) that bound the search on every machine alike.
@@ -128,8 +129,36 @@ class Proposal:
     cut_off: bool
 
 
+class LoadShape(Enum):
+    """What a policy wants its loads as: the series of sub-windows, or their total as a series of one."""
+
+    SERIES = "series"
+    TOTAL = "total"
+
+
+def load_shape_of(policy: object) -> LoadShape:
+    """The shape that a policy declares by an attribute `load_shape`; SERIES when it declares none.
+
+    Raises InvalidInputError when it declares something else.
+    """
+    declared: object = getattr(policy, "load_shape", LoadShape.SERIES)
+    if not isinstance(declared, LoadShape):
+        raise InvalidInputError(f"a policy's load_shape must be one of {[shape.name for shape in LoadShape]}; got {declared!r}")
+    return declared
+
+
+def reduced_to_shape(problem: PlanningProblem, shape: LoadShape) -> PlanningProblem:
+    """The problem with its loads in the shape that a policy declares: (W, L, E), or their sum as (1, L, E)."""
+    if shape is LoadShape.SERIES or problem.loads.shape[0] == 1:
+        return problem
+    return replace(problem, loads=problem.total_loads[None])
+
+
 class Policy(Protocol):
-    """A pure function of the problem. Registered under the entry point group `eplb.policies` as a class without arguments."""
+    """A pure function of the problem. Registered under the entry point group `eplb.policies` as a class without arguments.
+
+    An optional attribute `load_shape` (a LoadShape) says what the loads are reduced to before `plan` sees them.
+    """
 
     @property
     def name(self) -> str:

@@ -1,0 +1,143 @@
+"""Which experts go to which ranks before packing: everything everywhere, or expert groups to nodes (hierarchical planning)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.errors import InvalidInputError
+from eplb_service.policy import kernels
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.limits import Limits
+
+DISTINCT = True
+FORBIDDEN = 1 << 32
+Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+"""Rank positions and the expert ids that go to them."""
+
+
+def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...]:
+    """Indices of the nodes that serve, when groups matter; () when planning is global.
+
+    Raises InvalidInputError naming experts, groups, nodes and slots when they do not divide or fit.
+    """
+    num_groups, num_logical = problem.constraints.num_groups, problem.current.num_logical
+    if num_groups is None or num_groups == 1:
+        return ()
+    if num_groups < 1 or num_logical % num_groups:
+        raise InvalidInputError(
+            f"{num_logical} experts do not divide into {num_groups} groups; give a divisor of {num_logical}"
+        )
+    node_of = np.array(problem.topology.node_indices)
+    nodes = tuple(sorted(set(node_of[limits.room > 0].tolist())))
+    if num_groups % len(nodes):
+        raise InvalidInputError(
+            f"{num_groups} expert groups do not divide over {len(nodes)} nodes that serve ({problem.topology.num_ranks} ranks);"
+            f" plan without groups, or with a number of nodes that divides {num_groups}"
+        )
+    needed = num_logical // len(nodes)
+    for node in nodes:
+        room = int(limits.room[node_of == node].sum())
+        if room < needed:
+            raise InvalidInputError(
+                f"node {problem.topology.node_names[node]!r} has {room} usable slots on {int((node_of == node).sum())} ranks"
+                f" but {num_groups // len(nodes)} of {num_groups} groups are {needed} experts;"
+                f" give it more slots or plan without groups"
+            )
+    return nodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Layout:
+    """How a table is cut into parts: the same for every layer but for which groups a node gets.
+
+    nodes: nodes that serve, () when planning is global. node_of: node index of each rank, shape (R,).
+    kinds: ranks with equal numbers may exchange their bins (same node when groups matter, same room and capacity), shape (R,).
+    """
+
+    limits: Limits
+    num_groups: int
+    num_logical: int
+    nodes: tuple[int, ...]
+    node_of: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, problem: PlanningProblem, limits: Limits) -> Layout:
+        """Raises InvalidInputError when experts, groups, nodes and slots do not divide or fit."""
+        nodes = nodes_for_groups(problem, limits)
+        node_of = np.array(problem.topology.node_indices, np.int64)
+        part_of = node_of if nodes else np.zeros_like(node_of)
+        traits = list(zip(part_of.tolist(), limits.room.tolist(), limits.capacity.tolist(), strict=True))
+        index = {trait: position for position, trait in enumerate(sorted(set(traits)))}
+        return cls(
+            limits=limits,
+            num_groups=problem.constraints.num_groups or 1,
+            num_logical=problem.current.num_logical,
+            nodes=nodes,
+            node_of=node_of,
+            kinds=np.array([index[trait] for trait in traits], np.int64),
+        )
+
+    def parts(self, current: npt.NDArray[np.int32], load: npt.NDArray[np.float64]) -> list[Part]:
+        """Parts to plan one by one for a layer. Current row: shape (P,); load: shape (E,).
+
+        Groups go to nodes longest first, as many to each; then nodes of equal make-up swap what they got so that most experts
+        stay on their node.
+        """
+        serving = np.flatnonzero(self.limits.room > 0)
+        if not self.nodes:
+            return [(serving, np.arange(self.num_logical))]
+        size = self.num_logical // self.num_groups
+        each = self.num_groups // len(self.nodes)
+        group_load = load.reshape(self.num_groups, size).sum(axis=1)
+        capacity = np.array(
+            [self.limits.capacity[(self.node_of == node) & (self.limits.room > 0)].sum() for node in self.nodes]
+        )
+        room = np.full(len(self.nodes), each, np.int64)
+        bins = kernels.pack(group_load, np.ones(self.num_groups, np.int64), room, capacity, each, DISTINCT)
+        kernels.improve(bins, group_load, room, capacity, DISTINCT, self.num_groups * len(self.nodes))
+        bins = self._match_nodes(bins, current)
+        return [
+            (serving[self.node_of[serving] == node], (np.sort(bins[index])[:, None] * size + np.arange(size)).reshape(-1))
+            for index, node in enumerate(self.nodes)
+        ]
+
+    def _match_nodes(self, bins: npt.NDArray[np.int32], current: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Order the bins of groups so that most experts are already on the node that gets them."""
+        size = self.num_logical // self.num_groups
+        room, capacity = self.limits.room, self.limits.capacity
+        makeup = [
+            tuple(sorted(zip(room[self.node_of == node].tolist(), capacity[self.node_of == node].tolist(), strict=True)))
+            for node in self.nodes
+        ]
+        cost = np.zeros((len(self.nodes), len(self.nodes)), np.int64)
+        by_rank = current.reshape(self.limits.usable.shape)
+        for position, node in enumerate(self.nodes):
+            here = by_rank[self.node_of == node]
+            present = np.unique(here[here >= 0])
+            for index in range(len(self.nodes)):
+                if makeup[index] != makeup[position]:
+                    cost[index, position] = FORBIDDEN
+                    continue
+                wanted = (bins[index][:, None] * size + np.arange(size)).reshape(-1)
+                away = int((~np.isin(wanted, present)).sum())
+                cost[index, position] = (len(self.nodes) + 1) * away + (index != position)
+        node_of_bin = kernels.cheapest_matching(cost)
+        return bins[np.argsort(node_of_bin)]
+
+
+def grouped_rows(problem: PlanningProblem) -> npt.NDArray[np.bool_]:
+    """Whether each layer's current row has every expert group on one node. Shape (L,); all True when groups do not matter."""
+    table, num_groups = problem.current, problem.constraints.num_groups or 1
+    grouped = np.ones(table.num_layers, np.bool_)
+    if num_groups == 1 or table.num_logical % num_groups:
+        return grouped
+    node_of_slot = np.repeat(np.array(problem.topology.node_indices), table.slots_per_rank)
+    group_of = np.where(table.physical_to_logical >= 0, table.physical_to_logical // (table.num_logical // num_groups), -1)
+    for group in range(num_groups):
+        nodes_used = [((group_of == group) & (node_of_slot == node)).any(axis=1) for node in range(problem.topology.num_nodes)]
+        grouped &= np.sum(nodes_used, axis=0) <= 1
+    return grouped
