@@ -3,8 +3,8 @@
 config      what a fleet is                      launch      start rank processes, stop them
 messages    what clients and ranks say           client      one client of one rank
 model       what a model must offer              rank        main function of a rank process
-scheduler   continuous batching (pure)           front_door  clients of a rank
+scheduler   continuous batching (pure)           server      the loop of a rank
 engine      one step                             exchange    dispatch to slots and back
 experts     slots and routing tables             port        `EnginePort` for the hook
-wake        rousing idle ranks
+front_door  clients of a rank                    wake        rousing idle ranks
 """

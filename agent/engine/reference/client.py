@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from agent.engine.reference.messages import (
     FROM_ENGINE,
@@ -87,7 +87,7 @@ class RankClient:
         """Close the connection; the rank drops this client's requests."""
         self._stream.close()
 
-    def __enter__(self) -> RankClient:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -13,6 +14,15 @@ from agent.engine.reference.experts import LayerExperts
 from agent.engine.reference.model import RowSpan, ServedModel, TokenDraw, device_of
 from agent.engine.reference.scheduler import Generation
 from eplb_service.ids import LayerRef
+
+
+class StepStatus(Protocol):
+    """What the engine asks a hook about (`agent.hook.config.HookStatus`)."""
+
+    @property
+    def generations(self) -> Mapping[LayerRef, int]:
+        """What each MoE layer is routed by now; a layer that is missing is as loaded (0)."""
+        ...
 
 
 class StepHook(Protocol):
@@ -35,9 +45,16 @@ class StepHook(Protocol):
         ...
 
     @property
-    def generations(self) -> Mapping[LayerRef, int]:
-        """What each MoE layer is routed by now; a layer that is missing is as loaded (0)."""
+    def status(self) -> StepStatus:
+        """What it is doing."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStatus:
+    """Status of a hook that never flips."""
+
+    generations: Mapping[LayerRef, int] = field(default_factory=dict)
 
 
 class NoHook:
@@ -56,9 +73,9 @@ class NoHook:
         """Nothing to do."""
 
     @property
-    def generations(self) -> Mapping[LayerRef, int]:
-        """All as loaded."""
-        return {}
+    def status(self) -> StepStatus:
+        """All layers are as loaded."""
+        return LoadedStatus()
 
 
 class ReferenceEngine:
@@ -108,7 +125,7 @@ class ReferenceEngine:
         self._hook.begin_step(num_real_tokens=len(fed))
         for layer in self._layers.values():
             layer.notice_flip(self.boundary)
-        live = self._hook.generations
+        live = self._hook.status.generations
         self.generations = tuple(live.get(ref, 0) for ref in self._refs.values())
         self.boundary += 1
         self.real_tokens += len(fed)

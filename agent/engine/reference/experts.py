@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -134,18 +134,17 @@ def _gather(checkpoint: Tensor, held: Sequence[int]) -> Tensor:
     return stacked
 
 
-def check_row_independence(model: ServedModel, layer: LayerExperts, sample: Mapping[str, Tensor]) -> None:
+def check_row_independence(model: ServedModel, layer: LayerExperts, inputs: Tensor) -> None:
     """Prove on this machine that an expert's output for a row does not depend on the rows beside it.
 
     Args:
         model: The model; its own factory checks attention, router and head.
         layer: A layer of which the first slot is tried.
-        sample: `inputs`, shape (n, D): rows such as the router passes on.
+        inputs: Shape (n, D): rows such as the router passes on.
 
     Raises:
         BrokenInvariantError: a row changed with its batch: tokens would depend on the placement.
     """
-    inputs = sample["inputs"]
     tensors = layer.slot_views[0]
     alone = torch.cat([model.run_expert(tensors, row[None]) for row in inputs])
     for size in range(2, inputs.shape[0] + 1):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -54,7 +55,7 @@ class ReferencePort:
         """The tables that the dispatch reads: live storage."""
         return self._layer(layer).tables
 
-    def rederive(self, layer: LayerRef, slots: Sequence[int]) -> None:
+    def rederive(self, layer: LayerRef, slots: Sequence[int]) -> None:  # noqa: ARG002 - the port's signature
         """Nothing: this engine reads the expert's own tensors at every step and derives none from them."""
         self._layer(layer)
 
@@ -81,7 +82,7 @@ class ReferencePort:
         return found
 
 
-def leave(code: ExitCode, reason: str, reason_file: Path) -> None:
+def leave(code: ExitCode, reason: str, reason_file: Path) -> NoReturn:
     """End the process now, whatever its other threads do; destructors of process groups may wait for peers, so none run.
 
     The reason goes to standard error and, because that may go nowhere, to a file.

@@ -13,7 +13,7 @@ import struct
 import time
 from enum import IntEnum
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from eplb_service.errors import DeadlineError, EnvironmentFault
 
