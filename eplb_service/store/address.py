@@ -65,6 +65,10 @@ def parse_address(url: str, *, password: str | None = None) -> StoreAddress:
         raise InvalidInputError(f"store URL unix:// names no absolute socket path: use {FORMS}")
     if not unix and not parts.hostname:
         raise InvalidInputError(f"store URL names no host: use {FORMS}")
+    try:
+        (parts.hostname or "").encode("idna")  # what a resolver does first; it refuses empty and long labels
+    except UnicodeError as error:
+        raise InvalidInputError(f"store URL names a host that is no host name: use {FORMS}") from error
     database = options.get("database") or ("" if unix else path.strip("/")) or "0"
     if not (database.isascii() and database.isdecimal()):
         raise InvalidInputError(f"store URL has a database that is no number: use {FORMS}")

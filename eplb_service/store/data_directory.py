@@ -12,6 +12,7 @@ that lock open and works in this directory is that server, whatever pid files sa
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -160,8 +161,10 @@ class DataDirectory:
             return False
 
 
-def unusable(path: Path, error: OSError) -> InvalidInputError:
-    """The directory cannot be written, as one sentence."""
+def unusable(path: Path, error: OSError) -> InvalidInputError | StoreUnavailableError:
+    """The directory, or a file of it, cannot be written: as one sentence."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return StoreUnavailableError(f"disk of data directory {path} is full ({error.strerror}): free space")
     return InvalidInputError(f"data directory {path} cannot be written ({error.strerror}): give one that this user owns")
 
 

@@ -22,7 +22,7 @@ import structlog
 from eplb_service.errors import EplbError, StoreUnavailableError, UnsupportedError
 from eplb_service.store import exec_with_parent
 from eplb_service.store.connection import StoreTimes
-from eplb_service.store.data_directory import DataDirectory
+from eplb_service.store.data_directory import DataDirectory, unusable
 from eplb_service.store.redis import RedisStore
 
 READY_S = 20.0
@@ -104,19 +104,21 @@ class EmbeddedServer:
         try:
             self.socket_path = self.directory.make_socket_path()
             await self._spawn(binary)
-        except BaseException:
+        except BaseException as error:
             await self._stop_process()
             self._release()
+            if isinstance(error, OSError):
+                raise unusable(Path(error.filename or self.directory.path), error) from error
             raise
         self._supervisor = asyncio.create_task(self._supervise(binary), name="embedded-store-supervisor")
+        self._supervisor.add_done_callback(self._note_supervisor_end)
 
     async def close(self) -> None:
         """Shut the server down (its log flushed and synced), kill it after `STOP_S`, release the directory; idempotent."""
         supervisor, self._supervisor = self._supervisor, None
         if supervisor is not None:
             supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await supervisor
+            await asyncio.gather(supervisor, return_exceptions=True)
         await self._stop_process()
         self._release()
 
@@ -124,12 +126,9 @@ class EmbeddedServer:
         self.directory.check_room()
         lock = await self._take_server_lock()
         try:
-            process = await self._exec(binary, lock)
-        except OSError as error:
-            raise StoreUnavailableError(f"embedded store cannot be started: {error.strerror} ({binary})") from error
+            self._process = process = await self._exec(binary, lock)
         finally:
             os.close(lock)
-        self._process = process
         await self._wait_until_ready(process)
         self._log.info("embedded_store.started", pid=process.pid, socket=str(self.socket_path), binary=str(binary))
 
@@ -214,6 +213,11 @@ class EmbeddedServer:
             except (EplbError, OSError) as error:
                 self._note_failure("embedded_store.restart_failed", str(error))
                 await self._stop_process()
+
+    def _note_supervisor_end(self, supervisor: asyncio.Task[None]) -> None:
+        if not supervisor.cancelled() and (error := supervisor.exception()) is not None:
+            self.last_failure = f"embedded store is no longer supervised, restart the planner: {error!r}"
+            self._log.error("embedded_store.abandoned", reason=self.last_failure)
 
     def _note_failure(self, event: str, reason: str) -> None:
         if reason != self.last_failure:

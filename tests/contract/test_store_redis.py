@@ -92,6 +92,7 @@ def test_url_parts_reach_the_address() -> None:
         "redis://cache?ca=/etc/ca.pem",
         "unix://run/valkey.sock",
         "redis://[::1",
+        "redis://cache..local",
         f"redis://:{SECRET}#x@cache",
         f"redis://:{SECRET}/x@cache",
         f"redis://u:12/{SECRET}@cache",

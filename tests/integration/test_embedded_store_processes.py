@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -106,13 +107,15 @@ def wait_gone(pid: int, within_s: float) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_server_left() -> Iterator[None]:
-    """A test that failed half way leaves no server behind."""
+def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test that failed half way, or a planner that was killed, leaves no server and no socket directory behind."""
     _opened.clear()
-    yield
-    for store in _opened:
-        if store.server.pid is not None:
-            os.kill(store.server.pid, signal.SIGKILL)
+    with tempfile.TemporaryDirectory(prefix="eplb-test-", dir="/tmp") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        yield
+        for store in _opened:
+            if store.server.pid is not None:
+                os.kill(store.server.pid, signal.SIGKILL)
 
 
 _opened: list[EmbeddedStore] = []
@@ -337,6 +340,20 @@ def test_unusable_data_directory_ends_in_one_sentence(tmp_path: Path, how: str) 
         asyncio.run(started(data_dir))
     assert str(data_dir) in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["server.lock", "server.log", "socket.path", "planner.lock"])
+def test_file_in_the_way_inside_the_data_directory_ends_in_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(InvalidInputError, match=r"cannot be written \(Is a directory\)") as refused:
+        asyncio.run(started(tmp_path))
+    assert "\n" not in str(refused.value)
+    (tmp_path / name).rmdir()
+
+    async def body() -> None:  # nothing is left locked
+        await (await started(tmp_path)).close()
+
+    asyncio.run(body())
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
