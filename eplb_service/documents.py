@@ -1,0 +1,124 @@
+"""What the planner keeps of a deployment in the store, and under which names.
+
+    settings            mode, pause, policy: what changes at run time and wins over the configuration
+    live                the live map as last known
+    loaded              the placement that the engine loaded by itself, once it was seen
+    rollout             the rollout that was begun last, and how it ended
+    generation/<n>      one published generation and what became of it
+    request/<digest>    the answer to an idempotency key; `requests` lists the newest of them, so that the oldest can go
+
+Values are JSON; placements and live maps are encoded by `generation_codec`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from eplb_service.errors import BrokenInvariantError
+
+SETTINGS, LIVE, LOADED, ROLLOUT, REQUESTS = "settings", "live", "loaded", "rollout", "requests"
+GENERATIONS = "generation/"
+REQUESTS_KEPT = 1024
+KEY_CHARACTERS_MAX = 128
+
+T = TypeVar("T")
+
+
+def generation_name(number: int) -> str:
+    """`generation/12`."""
+    return f"{GENERATIONS}{number}"
+
+
+def request_name(key: str) -> str:
+    """Where the answer to an idempotency key is: keys are free text, names are not."""
+    return "request/" + hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What an operator changes while the planner runs."""
+
+    mode: str
+    policy: str
+    paused: bool = False
+    pause_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictRecord:
+    """A gate's answer (or an operator's order), with its time on the wall clock."""
+
+    move: bool
+    code: str
+    reason: str
+    decided_at_s: float
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestRecord:
+    """The answer to an idempotency key. asked: what was asked, so that a key is not used for something else."""
+
+    key: str
+    asked: str
+    generation: int
+    verdict: VerdictRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDocument:
+    """The rollout that was begun last. outcome: empty while it runs."""
+
+    epoch: int
+    generation: int
+    digest: str
+    num_chunks: int
+    num_layers: int
+    outcome: str = ""
+    reason: str = ""
+
+
+def encode(value: Any) -> bytes:
+    """One of the classes above as JSON. Numbers that JSON lacks (NaN, infinities) are left out of `numbers`."""
+    return json.dumps(_plain(asdict(value)), sort_keys=True, separators=(",", ":")).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items() if not (isinstance(item, float) and not math.isfinite(item))}
+    return value
+
+
+def decode(kind: type[T], data: bytes, name: str) -> T:
+    """A document as its class; unknown keys of a later release are left out.
+
+    Raises BrokenInvariantError when it is not what it should be.
+    """
+    try:
+        tree = json.loads(data)
+        known = {found.name: found for found in fields(kind)}  # type: ignore[arg-type]  # dataclasses, all of them
+        values = {key: value for key, value in tree.items() if key in known}
+        if "verdict" in values:
+            values["verdict"] = VerdictRecord(**values["verdict"])
+        return kind(**values)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise BrokenInvariantError(f"document {name!r} in the store cannot be read ({error}): {data[:80]!r}") from None
+
+
+def decode_requests(data: bytes | None) -> list[str]:
+    """Names of the answers that are kept, oldest first."""
+    try:
+        names = json.loads(data) if data else []
+    except ValueError:
+        names = []
+    return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
+
+
+def encode_requests(names: list[str]) -> bytes:
+    """See `decode_requests`."""
+    return json.dumps(names, separators=(",", ":")).encode()
