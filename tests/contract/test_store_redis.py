@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -50,6 +51,12 @@ def server(start_server: StartServer) -> Path:
 @pytest.fixture(scope="module")
 def guarded_server(start_server: StartServer) -> Path:
     return start_server(find_binary(), "--requirepass", SECRET)
+
+
+def test_what_every_store_promises_loads_without_redis_structlog_or_asyncio() -> None:
+    blocked = "import sys; sys.modules.update(redis=None, structlog=None, asyncio=None)"
+    modules = ", ".join(f"eplb_service.store.{name}" for name in ("base", "memory", "refusals", "address"))
+    subprocess.run([sys.executable, "-c", f"{blocked}; import {modules}"], check=True)
 
 
 # --- URLs ------------------------------------------------------------------------------------------------------------
@@ -222,6 +229,7 @@ def test_full_memory_is_named_and_nothing_is_half_written(start_server: StartSer
         with pytest.raises(StoreUnavailableError, match="no memory left"):
             await store.write(NAME, write)
         assert await store.read(NAME, ("a", "b")) == {}
+        await store.renew(lead)  # a leader does not lose its lease for lack of memory
         await _command(path, b"CONFIG SET maxmemory 0\r\n")
         assert await store.write(NAME, write) == {"a": 1, "b": 1}
         await store.close()

@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import os
 import select
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -433,6 +435,45 @@ def test_torn_last_append_is_dropped_and_what_was_acknowledged_before_it_stays(t
     async def body() -> None:
         store = await started(tmp_path)
         assert (await store.read(NAME, ("latest",)))["latest"].value == b"1"
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_planner_killed_while_the_log_is_rewritten_leaves_nothing_that_blocks_the_next(tmp_path: Path) -> None:
+    """The rewriting child inherits the server's lock and outlives it: it is found and stopped like a stale server."""
+    with planner(tmp_path) as process:
+        _, pid, socket_path = next_line(process)
+        read_until_acknowledged(process, 10)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(socket_path)
+            client.sendall(b"BGREWRITEAOF\r\n")
+            assert client.recv(100).startswith(b"+Background append only file rewriting")
+        process.kill()
+        wait_gone(int(pid), within_s=1.0)
+
+    async def body() -> None:
+        store = await started(tmp_path)
+        assert int((await store.read(NAME, ("latest",)))["latest"].value) >= 10
+        await store.close()
+
+    asyncio.run(body())
+
+
+def test_debian_redis_serves_as_the_embedded_store_too(tmp_path: Path) -> None:
+    binary = shutil.which("redis-server")
+    if binary is None:
+        pytest.skip("redis-server is not installed (apt-get install redis-server)")
+
+    async def body() -> None:
+        store = EmbeddedStore(tmp_path, binary=Path(binary), times=PATIENT)
+        _opened.append(store)
+        await store.start()
+        assert (await store.ping()).startswith("redis 7")
+        await store.write(NAME, Write(write_id="w", epoch=(await lead(store)).epoch, puts={"latest": b"1"}))
+        assert store.server.pid is not None
+        os.kill(store.server.pid, signal.SIGKILL)
+        assert await store.read(NAME, ("latest",)) == {"latest": Document(b"1", 1)}
         await store.close()
 
     asyncio.run(body())

@@ -1,5 +1,5 @@
-#!lua
--- Extend a lease from now. KEYS: fence. ARGV: epoch, owner, lease ms.
+#!lua flags=allow-oom
+-- Extend a lease from now. Also without free memory: it overwrites a few bytes. KEYS: fence. ARGV: epoch, owner, lease ms.
 -- Answers "renewed" or "fenced EPOCH OWNER" (no owner: resigned).
 local held = redis.call('HMGET', KEYS[1], 'epoch', 'owner')
 local epoch, owner = held[1] or '0', held[2] or ''
