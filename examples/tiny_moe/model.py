@@ -191,7 +191,7 @@ class TinyMoe:
         """Choose the experts of each row. Shape (n, D), float32."""
         layer = self._weights.layers[layer_id]
         inputs = rms_norm(hidden, layer["moe_norm"], epsilon=self.config.norm_epsilon)
-        logits = tiled_linear(inputs, layer["router"])
+        logits = tiled_linear(inputs, layer["router"]) + layer["router_bias"]
         values, experts = stable_top_k(logits, self.config.top_k)
         return Routing(inputs=inputs, experts=experts, gates=torch.softmax(values, dim=-1))
 

@@ -40,6 +40,7 @@ class Recipe:
     bias_step: float = 0.02
     bias_until: float = 0.4
     bias_gone_at: float = 0.6
+    starving_below: float = 0.1
     gradient_norm_max: float = 1.0
     report_every: int = 100
 
@@ -54,25 +55,30 @@ def lr_factor(recipe: Recipe, step: int) -> float:
     return max(0.05, 1.0 - 0.95 * (step - start) / max(1.0, recipe.steps - start))
 
 
-def update_bias(recipe: Recipe, step: int, bias: Tensor, load: Tensor) -> None:
-    """Balance experts by their selection bias until 40 % of the steps, then let go of it by 60 %, in place.
+def update_biases(recipe: Recipe, step: int, *, selection: Tensor, router: Tensor, load: Tensor) -> None:
+    """The only balancing there is: enough that no expert dies, in place.
 
-    Experts learn to be used in the first phase; from the second on the router chooses by its own logits alone, so popular
-    experts stay popular. No loss term pulls towards balance.
+    Until `bias_until` of the steps a selection bias evens out how often experts are chosen, so that all of them learn
+    something. By `bias_gone_at` it has moved, bit by bit, into the router's own bias: the same experts are chosen, but now it
+    counts in the gates and gradients may change it, and popular experts become as popular as the text wants. (Letting it
+    fade to nothing instead killed up to 6 of the 32 experts of the first layer.) From then on only an expert that starves is
+    helped. No loss term pulls towards balance.
 
     Args:
         recipe: The recipe.
         step: The step just done, from 0.
-        bias: Shape (E,), float32.
+        selection: Shape (E,), float32, added to logits when experts are chosen.
+        router: Shape (E,), float32, part of the logits.
         load: Shape (E,), assignments of the batch just done.
     """
     start, stop = recipe.bias_until * recipe.steps, recipe.bias_gone_at * recipe.steps
     if step < start:
-        bias.add_(torch.sign(load.mean() - load), alpha=recipe.bias_step)
-    elif step + 1 >= stop:
-        bias.zero_()
-    else:
-        bias.mul_((stop - step - 1) / (stop - step))
+        selection.add_(torch.sign(load.mean() - load), alpha=recipe.bias_step)
+        return
+    moved = selection / max(1.0, stop - step)
+    selection.sub_(moved)
+    router.add_(moved)
+    router.add_((load < recipe.starving_below * load.mean()).float(), alpha=recipe.bias_step)
 
 
 def train(config: TinyMoeConfig, recipe: Recipe, texts: dict[str, bytes], report: Callable[[str], None]) -> TrainableTinyMoe:
@@ -103,7 +109,7 @@ def train(config: TinyMoeConfig, recipe: Recipe, texts: dict[str, bytes], report
         adam.step()
         adam.zero_grad()
         for layer in model.typed_layers():
-            update_bias(recipe, step, layer.selection_bias, layer.load)
+            update_biases(recipe, step, selection=layer.selection_bias, router=layer.router_bias.data, load=layer.load)
         losses.append(float(loss.detach()))
         if (step + 1) % recipe.report_every == 0 or step + 1 == recipe.steps:
             recent = losses[-recipe.report_every :]

@@ -32,6 +32,7 @@ class TrainableLayer(nn.Module):
         self.attention_out = normal(width, width, scale=small)
         self.moe_norm = nn.Parameter(torch.ones(width))
         self.router = normal(num_experts, width)
+        self.router_bias = nn.Parameter(torch.zeros(num_experts))
         self.up = normal(num_experts, inner, width)
         self.down = normal(num_experts, width, inner, scale=small)
         self.register_buffer("selection_bias", torch.zeros(num_experts))
@@ -62,7 +63,7 @@ class TrainableTinyMoe(nn.Module):
 
     def others(self) -> list[Tensor]:
         """What AdamW trains: embedding, head, routers and norms."""
-        names = ("attention_norm", "moe_norm", "router")
+        names = ("attention_norm", "moe_norm", "router", "router_bias")
         of_layers = [getattr(layer, name) for layer in self.typed_layers() for name in names]
         return [self.embedding, self.head, self.final_norm, *of_layers]
 
@@ -110,7 +111,7 @@ class TrainableTinyMoe(nn.Module):
 
 
 def moe(layer: TrainableLayer, inputs: Tensor, top_k: int) -> Tensor:
-    """Experts by sort and one product each; the bias steers the choice, never the gates (DeepSeek-V3, section 2.1.2).
+    """Experts by sort and one product each; the selection bias steers the choice, never the gates (DeepSeek-V3, section 2.1.2).
 
     Args:
         layer: Its `load` is set to the assignments of this batch.
@@ -120,7 +121,7 @@ def moe(layer: TrainableLayer, inputs: Tensor, top_k: int) -> Tensor:
     Returns:
         Shape (n, D), float32.
     """
-    logits = functional.linear(inputs, layer.router)
+    logits = functional.linear(inputs, layer.router, layer.router_bias)
     experts = (logits.detach() + layer.selection_bias).topk(top_k, dim=-1).indices
     gates = torch.softmax(logits.gather(1, experts), dim=-1)
     order = torch.argsort(experts.flatten(), stable=True)

@@ -32,8 +32,8 @@ class Weights:
     Attributes:
         shared: `embedding` (V, D), `final_norm` (D,), `head` (V, D), float32.
         layers: For each layer: `attention_norm` (D,), `attention_qkv` (3D, D), `attention_out` (D, D), `moe_norm` (D,),
-            `router` (E, D), float32; `up` (E, F, D) int8, `up_scale` (E, F) float32, `down` (E, D, F) int8, `down_scale`
-            (E, D) float32.
+            `router` (E, D), `router_bias` (E,), float32; `up` (E, F, D) int8, `up_scale` (E, F) float32, `down` (E, D, F)
+            int8, `down_scale` (E, D) float32.
     """
 
     shared: Mapping[str, Tensor]
@@ -57,6 +57,7 @@ def dense_shapes(config: TinyMoeConfig) -> dict[str, tuple[int, ...]]:
         "attention_out": (config.width, config.width),
         "moe_norm": (config.width,),
         "router": (config.num_experts, config.width),
+        "router_bias": (config.num_experts,),
     }
 
 
@@ -97,6 +98,7 @@ def random_weights(config: TinyMoeConfig, *, seed: int) -> Weights:
     layers = []
     for _ in range(config.num_layers):
         layer = {name: normal(shape) for name, shape in dense_shapes(config).items()}
+        layer["router_bias"] = torch.randn(config.num_experts, generator=generator) * 0.1
         for name in ("up", "down"):
             shape = (config.num_experts, *expert_shapes(config)[name])
             layer[name], layer[f"{name}_scale"] = quantise(normal(shape))

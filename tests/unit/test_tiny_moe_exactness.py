@@ -143,7 +143,7 @@ def test_equal_logits_go_to_the_lowest_expert() -> None:
     assert values.tolist() == [[3.0, 3.0, 3.0], [2.0, 2.0, 2.0]]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(data=st.data())
 def test_request_in_any_batch_equals_the_request_alone(model: TinyMoe, data: st.DataObject) -> None:
     requests = [

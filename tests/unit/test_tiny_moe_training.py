@@ -12,7 +12,7 @@ from examples.tiny_moe.config import TinyMoeConfig, TinyMoeError
 from examples.tiny_moe.generate import run_experts
 from examples.tiny_moe.model import Span, TinyMoe
 from examples.tiny_moe.muon import Muon, orthogonalise
-from examples.tiny_moe.train import Recipe, lr_factor, quantise_in_place, train, update_bias
+from examples.tiny_moe.train import Recipe, lr_factor, quantise_in_place, train, update_biases
 from examples.tiny_moe.trainable import TrainableTinyMoe, moe
 
 SMALL = TinyMoeConfig(width=16, num_heads=2, num_experts=4, top_k=2, expert_width=8, num_layers=2, context=16)
@@ -73,7 +73,9 @@ def test_experts_by_sort_equal_every_expert_on_every_row() -> None:
     layer = TrainableTinyMoe(SMALL, seed=3).typed_layers()[0]
     layer.selection_bias.copy_(torch.tensor([0.0, 5.0, 0.0, -5.0]))
     inputs = torch.randn(21, 16, generator=torch.Generator().manual_seed(0))
-    logits = inputs @ layer.router.t()
+    with torch.no_grad():
+        layer.router_bias.copy_(torch.tensor([0.3, 0.0, -0.2, 0.1]))
+    logits = inputs @ layer.router.t() + layer.router_bias
     inner = torch.relu(torch.einsum("nd,efd->nef", inputs, layer.up))
     dense = torch.einsum("nef,edf->ned", inner * inner, layer.down)
     expected = torch.zeros_like(inputs)
@@ -86,17 +88,26 @@ def test_experts_by_sort_equal_every_expert_on_every_row() -> None:
     assert int(layer.load.sum()) == 42
 
 
-def test_selection_bias_lifts_cold_experts_then_fades_to_nothing() -> None:
+def test_selection_bias_lifts_cold_experts_then_becomes_part_of_the_router() -> None:
     recipe = Recipe(steps=10, bias_step=0.5)
-    bias, load = torch.zeros(3), torch.tensor([9.0, 5.0, 1.0])
-    sizes = []
+    selection, router, load = torch.zeros(3), torch.zeros(3), torch.tensor([9.0, 5.0, 1.0])
+    of_selection, of_router = [], []
     for step in range(10):
-        update_bias(recipe, step, bias, load)
-        sizes.append(float(bias[2]))
-        assert float(bias[0]) == -float(bias[2])
-        assert float(bias[1]) == 0.0
-    assert sizes[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert sizes[4:] == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+        update_biases(recipe, step, selection=selection, router=router, load=load)
+        of_selection.append(float(selection[2]))
+        of_router.append(float(router[2]))
+        assert selection.tolist()[:2] == [-of_selection[-1], 0.0]
+        assert router.tolist()[:2] == [-of_router[-1], 0.0]
+    assert of_selection == [0.5, 1.0, 1.5, 2.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    assert of_router == [0.0, 0.0, 0.0, 0.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def test_only_a_starving_expert_is_helped_after_the_first_phase() -> None:
+    recipe = Recipe(steps=10, bias_step=0.5)
+    selection, router, load = torch.zeros(4), torch.zeros(4), torch.tensor([99.0, 20.0, 2.0, 0.0])
+    update_biases(recipe, 9, selection=selection, router=router, load=load)
+    assert router.tolist() == [0.0, 0.0, 0.5, 0.5]
+    assert selection.tolist() == [0.0] * 4
 
 
 def test_learning_rate_warms_up_stays_and_falls() -> None:
