@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from agent.control_link import ControlLink
-from agent.failpoints import Failpoints
 from agent.frames import RegistrationAnswer, Welcome
 from agent.link_server import LinkServer
 from agent.planner_client import PlannerClient
@@ -57,6 +56,7 @@ from eplb_service import __version__
 from eplb_service.attach import FromAgent
 from eplb_service.control import Arm, Flipped, Pulse, Stage, Staged, ToRank
 from eplb_service.errors import EnvironmentFault, EplbError, InvalidInputError
+from eplb_service.failpoints import reach
 from eplb_service.log import get_logger
 from eplb_service.rpc.channel import TlsFiles
 
@@ -89,7 +89,6 @@ class AgentProcess:
     def __init__(self, config: AgentConfig) -> None:
         self._config = config
         self._log = get_logger(process="agent")
-        self._failpoints = Failpoints()
         self._client = PlannerClient(config.planner, config.tls)
         self._session = Session(node=config.node, jitter_seed=hash_of_process())
         self._reporter = Reporter()
@@ -264,18 +263,18 @@ class AgentProcess:
 
     def _on_hook_message(self, event: HookSaid) -> None:
         if isinstance(event.message, Flipped):
-            self._failpoints.reach("agent.flipped.received")
+            reach("agent.flipped.received")
         self.dispatch(event)
 
     def _on_sent_to_hook(self, message: ToRank | RegistrationAnswer | Welcome) -> None:
         if isinstance(message, Stage):
-            self._failpoints.reach("agent.stage.forwarded")
+            reach("agent.stage.forwarded")
         elif isinstance(message, Arm):
-            self._failpoints.reach("agent.arm.forwarded")
+            reach("agent.arm.forwarded")
 
     def _on_sent_to_planner(self, message: FromAgent) -> None:
         if isinstance(message, Staged):
-            self._failpoints.reach("agent.staged.forwarded")
+            reach("agent.staged.forwarded")
 
 
 def hash_of_process() -> int:
