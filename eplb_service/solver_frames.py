@@ -1,0 +1,54 @@
+"""What the solver and its worker process say to each other over their socket: a length, a kind, a body.
+
+The parent pickles problems for the worker. The worker never pickles: what a policy returned comes back as JSON and array bytes,
+so that nothing of a policy's making is executed in the planner.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from typing import Any
+
+import numpy as np
+
+from eplb_service.errors import BrokenInvariantError
+from eplb_service.policy.base import RawPlan
+
+LENGTH = struct.Struct("!Q")
+FRAME_BYTES_MAX = 1 << 30
+
+
+def encode_reply(head: dict[str, Any], plan: RawPlan | None = None) -> bytes:
+    """A reply of the worker: JSON head, then the map in `.npy` format when there is a plan."""
+    body = io.BytesIO()
+    if plan is not None:
+        claims = {"lower_bound": [float(bound) for bound in plan.lower_bound], "status": plan.status, "cut_off": plan.cut_off}
+        head = {**head, "plan": claims}
+        np.save(body, np.ascontiguousarray(plan.physical_to_logical, np.int32), allow_pickle=False)
+    encoded = json.dumps(head).encode()
+    payload = LENGTH.pack(len(encoded)) + encoded + body.getvalue()
+    return LENGTH.pack(len(payload)) + payload
+
+
+def decode_reply(payload: bytes) -> tuple[dict[str, Any], RawPlan | None]:
+    """The parts of a reply without its length. Raises BrokenInvariantError when they cannot be read."""
+    try:
+        (size,) = LENGTH.unpack_from(payload)
+        head = json.loads(payload[LENGTH.size : LENGTH.size + size])
+        if "plan" not in head:
+            return head, None
+        array = np.load(io.BytesIO(payload[LENGTH.size + size :]), allow_pickle=False)
+        claims = head["plan"]
+        plan = RawPlan(
+            physical_to_logical=array,
+            lower_bound=tuple(claims["lower_bound"]),
+            status=claims["status"],
+            cut_off=claims["cut_off"],
+        )
+    except (struct.error, ValueError, KeyError, TypeError, EOFError) as error:
+        raise BrokenInvariantError(
+            f"the solver's worker sent a reply of {len(payload)} bytes that cannot be read: {error}"
+        ) from error
+    return head, plan
