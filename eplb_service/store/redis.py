@@ -198,6 +198,7 @@ class RedisStore:
         clock, times = asyncio.get_running_loop().time, self._times
         begin_s = clock()
         num_tries = 0
+        fault: faults.Fault | None = None
         while True:
             client = self._client
             if client is None:
@@ -208,7 +209,9 @@ class RedisStore:
                 async with asyncio.timeout(min(times.try_s, left_s)):
                     answer = await attempt(client)
             except (redis_errors.RedisError, OSError) as error:
-                fault = faults.explain(error, self.address)
+                found = faults.explain(error, self.address)
+                if fault is None or not found.timed_out or left_s >= times.try_s:
+                    fault = found  # a last try that the deadline cut short says less than the one before it
             else:
                 self._note_recovery()
                 return answer

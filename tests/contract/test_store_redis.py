@@ -27,7 +27,7 @@ from eplb_service.store.open import open_store
 from eplb_service.store.redis import RedisStore
 
 StartServer = Callable[..., Path]
-QUICK = StoreTimes(operation_s=0.3, try_s=0.1, pause_first_s=0.01, pause_max_s=0.05)
+QUICK = StoreTimes(operation_s=0.4, try_s=0.2, pause_first_s=0.01, pause_max_s=0.05)
 PATIENT = StoreTimes(operation_s=20.0, try_s=0.15, pause_first_s=0.01, pause_max_s=0.05)
 SECRET = "s3cret-Wort"
 NAME = DeploymentId("d")
@@ -279,6 +279,27 @@ def test_server_that_is_too_old_is_told_the_least_version(tmp_path: Path, answer
 )
 def test_refusals_at_the_first_command_are_one_sentence(tmp_path: Path, answer: bytes, words: str) -> None:
     assert words in run_against(tmp_path, {b"INFO": answer}, start_error)
+
+
+def test_last_try_that_the_deadline_cuts_short_does_not_hide_the_reason_of_those_before(tmp_path: Path) -> None:
+    async def body() -> None:
+        num_refused = 0
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal num_refused
+            num_refused += 1
+            while num_refused <= 2 and await reader.read(65536):  # the third connection is never answered
+                writer.write(b"-LOADING reading\r\n")
+                await writer.drain()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_unix_server(handle, tmp_path / "s"):
+            times = StoreTimes(operation_s=0.3, try_s=30.0, pause_first_s=0.01, pause_max_s=0.01)
+            with pytest.raises(StoreUnavailableError, match=r"still loading.*'start' was tried \d times"):
+                await make_store(f"unix://{tmp_path}/s", times).start()
+
+    asyncio.run(body())
 
 
 def test_something_else_than_redis_at_the_port_is_named(tmp_path: Path) -> None:
