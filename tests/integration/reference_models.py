@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from examples.tiny_moe.config import TinyMoeConfig
 from examples.tiny_moe.model import TinyMoe
 from examples.tiny_moe.numerics import configure_torch, self_check
@@ -23,3 +25,9 @@ def uneven() -> TinyMoe:
     shapes = ((32, 96), (32, 32), (32, 10), (32, 24), (24, 32), (32, 256))
     self_check(shapes=shapes)
     return TinyMoe(UNEVEN, random_weights(UNEVEN, seed=5))
+
+
+def differs_by_process() -> TinyMoe:
+    """Other weights in every process: ranks of one fleet do not agree on the model."""
+    configure_torch()
+    return TinyMoe(UNEVEN, random_weights(UNEVEN, seed=os.getpid()))

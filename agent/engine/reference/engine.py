@@ -160,7 +160,7 @@ class ReferenceEngine:
         routed = self._model.route(layer.layer_id, hidden)
         if real:
             self._hook.record(self._refs[layer.layer_id], routed.experts)
-        physical = choose_replicas(routed.experts.flatten(), layer)
+        physical = choose_replicas(routed.experts.flatten(), layer, real=real)
         outputs = self._exchange.run(layer, routed.inputs, physical, real=real)
         return self._model.combine(hidden, outputs.view(*routed.experts.shape, -1), routed.gates)
 

@@ -16,7 +16,7 @@ from agent.engine.reference.experts import LayerExperts
 from agent.engine.reference.model import ServedModel
 
 
-def choose_replicas(experts: Tensor, layer: LayerExperts) -> Tensor:
+def choose_replicas(experts: Tensor, layer: LayerExperts, *, real: bool) -> Tensor:
     """Pick a slot for every (token, choice): each expert's replicas in turn, so that they get equal shares.
 
     Reads the tables that the hook writes, and advances `layer.tickets`; both in place, without synchronising the device.
@@ -24,6 +24,7 @@ def choose_replicas(experts: Tensor, layer: LayerExperts) -> Tensor:
     Args:
         experts: Shape (m,), int64: logical experts of all (token, choice), tokens in batch order.
         layer: The layer's tables and tickets.
+        real: Whether these are tokens of requests; dummy ones take no tickets.
 
     Returns:
         Physical slots, shape (m,), int64.
@@ -38,7 +39,8 @@ def choose_replicas(experts: Tensor, layer: LayerExperts) -> Tensor:
     replica = ticket % layer.tables.replica_counts[by_expert]
     physical = torch.empty_like(experts)
     physical[order] = layer.tables.logical_to_physical[by_expert, replica]
-    layer.tickets += counts
+    if real:
+        layer.tickets += counts
     return physical
 
 
