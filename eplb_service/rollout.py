@@ -1,38 +1,681 @@
-"""The planner's side of a rollout: one machine for one deployment under one epoch."""
+"""The planner's side of a rollout: one machine for one deployment under one epoch (DESIGN: rollout and commit).
+
+    WAITING ─group ready─► HELLO ─all maps equal─► IDLE ─start─► PERSISTING ─stored─► BACKING_OFF ─► chunk (`open_chunk`)
+                            ▲ └─not equal─► INCONSISTENT                              (or hold) ▲      │ flipped, or aborted
+                            └───slow timer──────┘                                               └──────┘ and worth another try
+
+`_ON_EVENT`, `_ON_MESSAGE` and `_ON_DEADLINE` at the end are the transition table; a message without an entry is dropped and
+counted. What holds in every state:
+
+- A message of another life, group or chunk changes nothing. A reply that has seen a higher epoch ends the machine (OUTRANKED).
+- Whatever ends a rollout goes through `_finish`: the machine is free for the next one, whatever went wrong.
+- Every state has a deadline, save those where nothing is waited for (WAITING, IDLE, OUTRANKED) and an engine without steps.
+- `live` is what was proven: by an equal set of replies, or by the flips of all ranks. In doubt it is None.
+"""
 
 from __future__ import annotations
 
-from eplb_service.generation import LiveMap
-from eplb_service.ids import ChunkId, Epoch, GenerationNumber
-from eplb_service.membership import Group
-from eplb_service.rollout_events import Effect, Progress, RolloutEvent, RolloutSettings, RolloutState
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from eplb_service.chunks import PlannedChunk
+from eplb_service.control import (
+    Address,
+    Disarm,
+    Flipped,
+    Hello,
+    Live,
+    Pulse,
+)
+from eplb_service.errors import BrokenInvariantError, InvalidInputError
+from eplb_service.generation import AS_LOADED, Generation, LiveMap
+from eplb_service.ids import CHUNK_SEQUENCE_BITS, ChunkId, Epoch, GenerationNumber, RankId, chunk_epoch, chunk_id
+from eplb_service.live_replies import LiveReplies
+from eplb_service.membership import Group, GroupLost, GroupReady, RankAttached, RankDetached
+from eplb_service.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
+from eplb_service.rollout_events import (
+    NO_CHUNK,
+    Alarm,
+    AlarmCleared,
+    AlarmCode,
+    Cancel,
+    Effect,
+    Fenced,
+    Finished,
+    LiveChanged,
+    Note,
+    Outcome,
+    Outranked,
+    Persist,
+    Persisted,
+    PersistFailed,
+    Progress,
+    Received,
+    RolloutEvent,
+    RolloutRecord,
+    RolloutSettings,
+    RolloutState,
+    Send,
+    Start,
+    Tick,
+)
+from eplb_service.rollout_start import chunks_to_roll_out
+
+_NO_EPOCH = Epoch(0)
+
+
+@dataclass(slots=True)
+class _Run:
+    """The rollout under way. index: chunks that flipped. tries: of the next one. cancelled: why to stop, empty = go on."""
+
+    generation: Generation
+    chunks: tuple[PlannedChunk, ...]
+    started_s: float
+    not_before_s: float
+    index: int = 0
+    tries: int = 0
+    flip_boundaries: list[int] = field(default_factory=list)
+    last_error: str = ""
+    cancelled: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Vitals:
+    """What a rank last said of itself beside the protocol."""
+
+    weights_version: int
+    voting: bool = True
+    off_reason: str = ""
+    idle: bool = False
 
 
 class Rollout:
-    """handle(event, now) -> effects, in the order they must run. See the table below and `rollout_events`."""
+    """`handle(event, now)` → effects, in the order they must run. now: monotonic clock, seconds; never goes back.
 
-    def __init__(self, epoch: Epoch, settings: RolloutSettings) -> None: ...
+    store_was_empty: the store knew nothing of this deployment when it gave us this epoch. It may have lost its data and handed
+    out an epoch that another planner has: then ranks are first asked, with a Hello of epoch 0 that closes nothing, for the
+    epoch that they have seen, and ours must be higher.
+    """
 
-    def handle(self, event: RolloutEvent, now: float) -> tuple[Effect, ...]: ...
+    def __init__(self, epoch: Epoch, settings: RolloutSettings, *, store_was_empty: bool = False) -> None:
+        self.epoch = epoch
+        self.settings = settings
+        self._phase = RolloutState.WAITING  # while no chunk is open
+        self._group: Group | None = None
+        self._away: frozenset[RankId] = frozenset()
+        self._vitals: dict[RankId, _Vitals] = {}
+        self._replies: LiveReplies | None = None
+        self._is_epoch_proven = not store_was_empty
+        self._unproven: set[RankId] = set()
+        self._live: LiveMap | None = None
+        self._alarm: Alarm | None = None
+        self._run: _Run | None = None
+        self._chunk: OpenChunk | None = None
+        self._sequence = 0
+        self._mesh_id: ChunkId | None = None
+        self._last_opened = self._last_flipped = self._last_aborted = NO_CHUNK
+        self._generation_floor = AS_LOADED
+        self._token = 0
+        self._since_s = 0.0
+        self._deadline_s: float | None = None
+        self._stalled = False
+        self._hold = ""
+        self._dropped: Counter[str] = Counter()
+        self._shown: Progress | None = None
+        self._effects: list[Effect] = []
+
+    # ── what the shell may look at ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def state(self) -> RolloutState: ...
+    def state(self) -> RolloutState:
+        """What the machine is doing."""
+        return self._phase if self._chunk is None else self._chunk.state
 
     @property
-    def group(self) -> Group | None: ...
+    def group(self) -> Group | None:
+        """The ready group."""
+        return self._group
 
     @property
     def live(self) -> LiveMap | None:
-        """Known live map; None before the first equal set of replies and while it is in doubt."""
+        """The live map; None before the first equal set of replies and while it is in doubt."""
+        return self._live
 
     @property
-    def open_chunk(self) -> ChunkId: ...
+    def open_chunk(self) -> ChunkId:
+        """The chunk that ranks may act on; 0 = none."""
+        return self._chunk.chunk_id if self._chunk is not None else NO_CHUNK
 
     @property
-    def generation_floor(self) -> GenerationNumber: ...
+    def generation_floor(self) -> GenerationNumber:
+        """Highest generation that the ranks ever saw; the next is 1 + max(store, this)."""
+        return self._generation_floor
+
+    @property
+    def alarm(self) -> Alarm | None:
+        """What keeps this deployment from being rolled out to, until an equal set of live maps clears it."""
+        return self._alarm
 
     @property
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None = no timer."""
+        return self._deadline_s if self._chunk is None else self._chunk.deadline_s
 
-    def progress(self) -> Progress: ...
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Messages that changed nothing, by reason."""
+        return MappingProxyType(self._dropped)
+
+    def progress(self) -> Progress:
+        """Where the machine is."""
+        run, chunk = self._run, self._chunk
+        waiting_for = chunk.waiting_for if chunk is not None else ()
+        if chunk is None and self._phase is RolloutState.HELLO and self._replies is not None:
+            waiting_for = self._replies.missing
+        elif chunk is None and self._unproven and self._group is not None:
+            waiting_for = tuple(rank for rank in self._group.rank_ids if rank in self._unproven)
+        elif chunk is None and self._hold and self._group is not None:
+            waiting_for = tuple(rank for rank in self._group.rank_ids if rank in self._away)
+        return Progress(
+            state=self.state,
+            generation=run.generation.number if run else None,
+            chunk_id=self.open_chunk,
+            chunks_done=run.index if run else 0,
+            chunks_total=len(run.chunks) if run else 0,
+            attempt=run.tries if run else 0,
+            waiting_for=waiting_for,
+            since_s=self._since_s if chunk is None else chunk.since_s,
+            deadline_s=self.next_deadline,
+            stalled=self._stalled if chunk is None else chunk.stalled,
+            hold=self._hold if chunk is None else "",
+            last_error=(chunk.last_error if chunk else "") or (run.last_error if run else ""),
+        )
+
+    # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, event: RolloutEvent, now: float) -> tuple[Effect, ...]:
+        """Take one event in. Raises nothing for what peers do: the effects say what follows."""
+        self._effects = []
+        if self._phase is not RolloutState.OUTRANKED:
+            _ON_EVENT[type(event)](self, event, now)
+        shown = self.progress()
+        if shown != self._shown:
+            self._shown = shown
+            self._effects.append(shown)
+        return tuple(self._effects)
+
+    def _on_group_ready(self, event: GroupReady, now: float) -> None:
+        self._end_group("the group was formed anew", now)
+        self._group = event.group
+        self._vitals = {entry.address.rank_id: _Vitals(entry.weights_version) for entry in event.group.registrations}
+        if self._is_epoch_proven:
+            self._ask_all(now)
+        else:
+            self._unproven = set(event.group.rank_ids)
+            self._ask_epochs(now)
+
+    def _on_group_lost(self, event: GroupLost, now: float) -> None:
+        if self._group is None or self._group.group_id != event.group_id:
+            self._drop("loss of another group")
+            return
+        self._end_group(event.reason, now)
+        self._enter(RolloutState.WAITING, now)
+
+    def _end_group(self, reason: str, now: float) -> None:
+        """Leave all that belongs to a group. What became of its open chunk is learned from the next one's live maps."""
+        if self._chunk is not None:
+            self._effects += self._chunk.withdraw(reason, now)
+            reason = f"{reason}; what became of chunk {self._chunk.chunk_id:#x} is learned when all ranks reply again"
+        self._chunk = None
+        self._finish(Outcome.STOPPED, reason, now)
+        self._group = self._live = self._mesh_id = self._replies = None
+        self._last_opened = self._last_flipped = self._last_aborted = NO_CHUNK
+        self._vitals = {}
+        self._away = frozenset()
+
+    def _on_attached(self, event: RankAttached, now: float) -> None:
+        """Its stream was away: what it was sent, and what it answered, may be lost. Ask it, and say again what counts now."""
+        if not self._is_of_group(event.address):
+            return
+        self._away -= {event.address.rank_id}
+        self._effects.append(Send(Hello(to=event.address, epoch=_NO_EPOCH if self._unproven else self.epoch)))
+        if self._chunk is not None:
+            self._effects += self._chunk.attached(event.address, self._away, now)
+        else:
+            self._try_to_open(now)
+
+    def _on_detached(self, event: RankDetached, _now: float) -> None:
+        if self._is_of_group(event.address):
+            self._away |= {event.address.rank_id}
+
+    def _on_fenced(self, event: Fenced, now: float) -> None:
+        self._outranked(event.by, now)
+
+    def _outranked(self, by: Epoch, now: float) -> None:
+        """Nothing more is sent: the new leader's Hello closes what is open."""
+        self._chunk = None
+        self._finish(Outcome.STOPPED, f"epoch {by} leads this deployment now, ours is {self.epoch}", now)
+        self._live = None
+        self._effects.append(Outranked(by))
+        self._enter(RolloutState.OUTRANKED, now)
+
+    def _on_received(self, event: Received, now: float) -> None:
+        message = event.message
+        if not self._is_of_group(message.sender):
+            return
+        if isinstance(message, Live | Pulse):
+            _ON_MESSAGE[type(message), self._phase](self, message, now)
+        else:
+            self._on_answer(message, now)
+
+    def _on_answer(self, answer: ChunkAnswer, now: float) -> None:
+        chunk = self._chunk
+        if chunk is not None and answer.chunk_id == chunk.chunk_id:
+            effects = chunk.answered(answer, self._away, now)
+            if effects is None:
+                self._drop(f"{type(answer).__name__} while {chunk.state}")
+            else:
+                self._effects += effects
+                self._look_at_chunk(now)
+        elif isinstance(answer, Flipped) and answer.chunk_id == self._last_aborted:
+            reason = (
+                f"rank {answer.sender.rank_id} flipped chunk {answer.chunk_id:#x}, which another rank closed without a flip"
+            )
+            self._in_doubt(Alarm(AlarmCode.FLIP_AFTER_DISARM, reason), now)
+        else:
+            self._drop(f"{type(answer).__name__} of another chunk")
+
+    def _on_tick(self, _event: Tick, now: float) -> None:
+        deadline_s = self.next_deadline
+        if deadline_s is None or now < deadline_s:
+            return
+        if self._chunk is not None:
+            self._effects += self._chunk.overdue(now)
+            self._look_at_chunk(now)
+        else:
+            _ON_DEADLINE[self._phase](self, now)
+
+    # ── asking what is live ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _ask_epochs(self, now: float) -> None:
+        """Hello of epoch 0: answered by name of the epoch that the rank has seen, and nothing is closed for it."""
+        for rank, address in self._ready_group.addresses.items():
+            if rank in self._unproven:
+                self._effects.append(Send(Hello(to=address, epoch=_NO_EPOCH)))
+        self._enter(RolloutState.HELLO, now, self.settings.hello_timeout_s)
+
+    def _on_epoch_told(self, live: Live, now: float) -> None:
+        if live.epoch_seen >= self.epoch:
+            self._outranked(live.epoch_seen, now)
+            return
+        self._unproven.discard(live.sender.rank_id)
+        if not self._unproven:
+            self._is_epoch_proven = True
+            self._ask_all(now)
+
+    def _ask_all(self, now: float) -> None:
+        self._live = self._mesh_id = None
+        self._replies = LiveReplies(self._ready_group, self._last_opened)
+        self._ask(self._ready_group.addresses.values())
+        self._enter(RolloutState.HELLO, now, self.settings.hello_timeout_s)
+
+    def _ask(self, addresses: Iterable[Address]) -> None:
+        """Hello of our own epoch closes nothing of that epoch: a chunk that we left is closed by a Disarm."""
+        for address in addresses:
+            if self._last_opened:
+                self._effects.append(Send(Disarm(to=address, chunk_id=self._last_opened, epoch=self.epoch)))
+            self._effects.append(Send(Hello(to=address, epoch=self.epoch)))
+
+    def _ask_silent(self, now: float) -> None:
+        addresses = self._ready_group.addresses
+        if self._unproven:
+            self._ask_epochs(now)
+        elif self._replies is not None:
+            self._ask(addresses[rank] for rank in self._replies.missing)
+        self._deadline_s = now + self.settings.hello_timeout_s
+        self._stalled = True
+
+    def _heard(self, live: Live, now: float) -> LiveMap | None:
+        """What a reply is good for in every state; None when it is not to be used, or ended the machine."""
+        if live.epoch_seen > self.epoch:
+            self._outranked(live.epoch_seen, now)
+        elif live.epoch != self.epoch:
+            self._drop("Live of another epoch")
+        elif live.flipped_id < self._last_flipped:
+            self._drop("Live from before a flip")
+        else:
+            rank = live.sender.rank_id
+            self._vitals[rank] = _Vitals(live.weights_version, live.voting, live.off_reason, self._vitals[rank].idle)
+            try:
+                live_map = self._ready_group.live_map(live.layers)
+            except InvalidInputError as error:
+                self._raise_alarm(Alarm(AlarmCode.BAD_LIVE, f"rank {rank}: {error}"))
+                return None
+            self._generation_floor = max(self._generation_floor, live.generation_seen, live_map.newest_generation)
+            if chunk_epoch(live.closed_id) == self.epoch:
+                self._sequence = max(self._sequence, live.closed_id & (1 << CHUNK_SEQUENCE_BITS) - 1)
+            return live_map
+        return None
+
+    def _on_live_asked(self, live: Live, now: float) -> None:
+        if self._unproven:
+            self._on_epoch_told(live, now)
+            return
+        live_map, replies = self._heard(live, now), self._replies
+        if live_map is None or replies is None:
+            return
+        if not replies.take(live, live_map):
+            self._drop("Live with our last chunk open")
+        elif not replies.missing:
+            agreed = replies.agreed()
+            if isinstance(agreed, Alarm):
+                self._raise_alarm(agreed)
+                self._enter(RolloutState.INCONSISTENT, now, self.settings.inconsistent_retry_s)
+            else:
+                self._adopt(agreed, now)
+
+    def _adopt(self, live: LiveMap, now: float) -> None:
+        """All ranks say the same: that is the truth, also when the store knows nothing of it."""
+        self._live = live
+        if self._alarm is not None:
+            self._effects.append(AlarmCleared(f"all ranks route by one map again (was: {self._alarm.reason})"))
+            self._alarm = None
+        self._effects.append(
+            LiveChanged(live=live, generation_floor=self._generation_floor, reason="all ranks reply with this map")
+        )
+        self._enter(RolloutState.IDLE, now)
+
+    def _on_live_known(self, live: Live, now: float) -> None:
+        """A rank is back: it must route by what we know, or its open chunk is settled by what it says."""
+        live_map, chunk = self._heard(live, now), self._chunk
+        if live_map is None or self._live is None:
+            return
+        rank = live.sender.rank_id
+        if chunk is not None:
+            digests = live_map.row_digests
+            self._effects += chunk.seen_live(rank, live.flipped_id, live.closed_id, digests, now)
+            self._look_at_chunk(now)
+        elif live_map.digest != self._live.digest:
+            self._finish(Outcome.STOPPED, f"rank {rank} came back routing by another map", now)
+            self._ask_all(now)
+        else:
+            self._try_to_open(now)
+
+    def _raise_alarm(self, alarm: Alarm) -> None:
+        if alarm != self._alarm:
+            self._alarm = alarm
+            self._effects.append(alarm)
+
+    def _in_doubt(self, alarm: Alarm, now: float) -> None:
+        """Ranks contradict one another: stop, close what is open, and ask until they agree."""
+        self._raise_alarm(alarm)
+        self._chunk = None
+        self._finish(Outcome.STOPPED, alarm.reason, now)
+        self._ask_all(now)
+
+    # ── one rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_start(self, event: Start, now: float) -> None:
+        generation = event.generation
+        run = _Run(generation, (), started_s=now, not_before_s=now)
+        if self.state is not RolloutState.IDLE or self._group is None or self._live is None:
+            reason = f"generation {generation.number} cannot start: the rollout machine is {self.state}"
+            self._effects.append(_finished(run, Outcome.NOT_STARTED, reason, now))
+            return
+        try:
+            run.chunks = chunks_to_roll_out(
+                generation,
+                group=self._group,
+                live=self._live,
+                generation_floor=self._generation_floor,
+                layers_per_chunk_max=self.settings.layers_per_chunk_max,
+            )
+        except InvalidInputError as error:
+            self._effects.append(_finished(run, Outcome.NOT_STARTED, str(error), now))
+            return
+        self._generation_floor = max(self._generation_floor, generation.number)
+        self._run = run
+        if not run.chunks:
+            self._finish(Outcome.ACTIVE, "every layer has its row already", now)
+            return
+        self._token += 1
+        record = RolloutRecord(
+            epoch=self.epoch,
+            generation=generation.number,
+            digest=generation.digest,
+            num_chunks=len(run.chunks),
+            num_layers=sum(len(chunk.layers) for chunk in run.chunks),
+        )
+        self._effects.append(Persist(self._token, record))
+        self._enter(RolloutState.PERSISTING, now, self.settings.persist_timeout_s)
+
+    def _on_persisted(self, event: Persisted, now: float) -> None:
+        if self._phase is RolloutState.PERSISTING and event.token == self._token:
+            self._enter(RolloutState.BACKING_OFF, now)
+            self._try_to_open(now)
+
+    def _on_persist_failed(self, event: PersistFailed, now: float) -> None:
+        if self._phase is not RolloutState.PERSISTING or event.token != self._token:
+            self._drop("store answer that nobody waits for")
+        elif event.fenced_by is not None:
+            self._outranked(event.fenced_by, now)
+        else:
+            self._finish(Outcome.NOT_STARTED, f"the store did not take the start of the rollout: {event.reason}", now)
+
+    def _persist_overdue(self, now: float) -> None:
+        waited_s = now - self._since_s
+        self._finish(Outcome.NOT_STARTED, f"the store did not confirm the start of the rollout within {waited_s:g} s", now)
+
+    def _on_cancel(self, event: Cancel, now: float) -> None:
+        run = self._run
+        if run is None:
+            self._effects.append(
+                Note(event="rollout.cancel_ignored", text=f"nothing is rolled out ({event.by}: {event.reason})")
+            )
+            return
+        run.cancelled = f"{event.reason} (by {event.by})"
+        if self._chunk is None:
+            self._finish(Outcome.STOPPED, run.cancelled, now)
+        elif event.withdraw:
+            self._effects += self._chunk.withdraw(run.cancelled, now)
+
+    def _finish(self, outcome: Outcome, reason: str, now: float) -> None:
+        """The one way out of a rollout. IDLE after it, unless the caller enters another state."""
+        run, self._run = self._run, None
+        if run is not None:
+            self._effects.append(_finished(run, outcome, reason, now))
+            self._enter(RolloutState.IDLE, now)
+
+    # ── one chunk after another ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _try_to_open(self, now: float) -> None:
+        """Open the next chunk, once the back-off is over and nothing speaks against it."""
+        run = self._run
+        if run is None or self._phase is not RolloutState.BACKING_OFF or now < run.not_before_s:
+            return
+        off = [rank for rank in self._ready_group.rank_ids if not self._vitals[rank].voting]
+        versions = sorted({vitals.weights_version for vitals in self._vitals.values()})
+        if off:
+            why = self._vitals[off[0]].off_reason or "no reason given"
+            self._finish(Outcome.STOPPED, f"rank {off[0]} takes no part in votes: {why}", now)
+        elif self._away:
+            self._hold_back("ranks are without a control stream", now + self.settings.hold_timeout_s)
+        elif len(versions) > 1:
+            self._hold_back(f"ranks serve different weights versions: {versions}", now + self.settings.hold_timeout_s)
+        elif self._is_idle:
+            self._hold_back("the engine runs no steps", None)  # a state, not a time-out
+        else:
+            self._open(run, versions[0], now)
+
+    def _hold_back(self, why: str, until_s: float | None) -> None:
+        if self._hold != why:
+            self._hold, self._deadline_s = why, until_s
+
+    def _back_off_over(self, now: float) -> None:
+        held = self._hold
+        self._try_to_open(now)
+        if self._chunk is None and held and self._hold == held:
+            self._finish(Outcome.STOPPED, f"waited {self.settings.hold_timeout_s:g} s: {held}", now)
+
+    def _open(self, run: _Run, weights_version: int, now: float) -> None:
+        self._sequence += 1
+        self._last_opened = chunk_id(self.epoch, self._sequence)
+        self._mesh_id = self._mesh_id or self._last_opened
+        run.tries += 1
+        self._hold = ""
+        self._chunk = OpenChunk(
+            epoch=self.epoch,
+            chunk_id=self._last_opened,
+            mesh_id=self._mesh_id,
+            generation=run.generation.number,
+            weights_version=weights_version,
+            plan=run.chunks[run.index],
+            group=self._ready_group,
+            settings=self.settings,
+        )
+        self._effects += self._chunk.open(now)
+
+    def _look_at_chunk(self, now: float) -> None:
+        """Act on what became of the open chunk, if that is proven now."""
+        chunk, run = self._chunk, self._run
+        if chunk is None or chunk.outcome is None:
+            return
+        if run is None:
+            raise BrokenInvariantError(f"chunk {chunk.chunk_id:#x} is open outside a rollout")
+        self._chunk = None
+        match chunk.outcome:
+            case Contradiction(alarm):
+                self._in_doubt(alarm, now)
+            case FlippedEverywhere(boundary):
+                self._flipped(run, chunk, boundary, now)
+            case NeverFlips() as outcome:
+                self._aborted(run, chunk, outcome, now)
+
+    def _flipped(self, run: _Run, chunk: OpenChunk, boundary: int | None, now: float) -> None:
+        if self._live is None:
+            raise BrokenInvariantError(f"chunk {chunk.chunk_id:#x} flipped without a live map")
+        self._last_flipped = chunk.chunk_id
+        self._live = self._live.with_rows(chunk.rows, chunk.generation)
+        run.index += 1
+        run.tries = 0
+        run.not_before_s = now
+        if boundary is not None:
+            run.flip_boundaries.append(boundary)
+        reason = f"chunk {run.index} of {len(run.chunks)} of generation {chunk.generation} flipped"
+        self._effects.append(
+            LiveChanged(live=self._live, generation_floor=self._generation_floor, reason=reason, boundary=boundary)
+        )
+        self._effects.append(Note(event="chunk.flipped", text=f"{reason} at boundary {boundary}", chunk_id=chunk.chunk_id))
+        if run.index == len(run.chunks):
+            self._finish(Outcome.ACTIVE, f"all {len(run.chunks)} chunks flipped", now)
+        elif run.cancelled:
+            self._finish(Outcome.STOPPED, run.cancelled, now)
+        else:
+            self._enter(RolloutState.BACKING_OFF, now)
+            self._try_to_open(now)
+
+    def _aborted(self, run: _Run, chunk: OpenChunk, outcome: NeverFlips, now: float) -> None:
+        """It never flips in this group. Bytes of it may still be under way: the next try connects anew."""
+        self._mesh_id = None
+        self._last_aborted = chunk.chunk_id
+        run.last_error = outcome.reason
+        self._effects.append(Note(event="chunk.aborted", text=outcome.reason, chunk_id=chunk.chunk_id))
+        if outcome.unvoted and self._is_idle:
+            run.tries -= 1  # no steps, no votes: nobody's fault
+        if run.cancelled:
+            self._finish(Outcome.STOPPED, run.cancelled, now)
+        elif outcome.ask_again:
+            self._finish(Outcome.STOPPED, outcome.reason, now)
+            self._ask_all(now)
+        elif outcome.fatal:
+            self._finish(Outcome.STOPPED, outcome.reason, now)
+        elif run.tries >= self.settings.tries_max:
+            self._finish(Outcome.STOPPED, f"gave up chunk {run.index + 1} after {run.tries} tries: {outcome.reason}", now)
+        else:
+            wait_s = self.settings.backoff_after(run.tries)
+            run.not_before_s = now + wait_s
+            self._enter(RolloutState.BACKING_OFF, now, wait_s)
+
+    # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_pulse(self, message: Pulse, now: float) -> None:
+        rank = message.sender.rank_id
+        self._vitals[rank] = _Vitals(message.weights_version, message.voting, message.off_reason, message.idle)
+        if self._chunk is None:
+            self._try_to_open(now)
+        elif not message.voting:
+            self._effects += self._chunk.withdraw(f"rank {rank} takes no part in votes: {message.off_reason}", now, fatal=True)
+
+    @property
+    def _is_idle(self) -> bool:
+        return all(vitals.idle for vitals in self._vitals.values())
+
+    @property
+    def _ready_group(self) -> Group:
+        if self._group is None:
+            raise BrokenInvariantError(f"no group while {self.state}")
+        return self._group
+
+    def _is_of_group(self, address: Address) -> bool:
+        if self._group is not None and self._group.addresses.get(address.rank_id) == address:
+            return True
+        self._drop("of another group or life")
+        return False
+
+    def _enter(self, phase: RolloutState, now: float, timeout_s: float | None = None) -> None:
+        self._phase = phase
+        self._since_s = now
+        self._deadline_s = None if timeout_s is None else now + timeout_s
+        self._stalled = False
+        self._hold = ""
+
+    def _drop(self, why: str) -> None:
+        self._dropped[why] += 1
+
+
+def _finished(run: _Run, outcome: Outcome, reason: str, now: float) -> Finished:
+    return Finished(
+        generation=run.generation.number,
+        outcome=outcome,
+        reason=reason,
+        flip_boundaries=tuple(run.flip_boundaries),
+        seconds=now - run.started_s,
+    )
+
+
+# ── the transition table (`open_chunk` has that of a chunk) ──────────────────────────────────────────────────────────────
+
+_S = RolloutState
+_ASKING = (_S.HELLO, _S.INCONSISTENT)
+_KNOWING = (_S.IDLE, _S.PERSISTING, _S.BACKING_OFF)  # BACKING_OFF is also the phase under an open chunk
+
+_ON_EVENT: Mapping[type, Callable[[Rollout, Any, float], None]] = {
+    GroupReady: Rollout._on_group_ready,
+    GroupLost: Rollout._on_group_lost,
+    RankAttached: Rollout._on_attached,
+    RankDetached: Rollout._on_detached,
+    Received: Rollout._on_received,
+    Start: Rollout._on_start,
+    Cancel: Rollout._on_cancel,
+    Persisted: Rollout._on_persisted,
+    PersistFailed: Rollout._on_persist_failed,
+    Fenced: Rollout._on_fenced,
+    Tick: Rollout._on_tick,
+}
+
+_ON_MESSAGE: Mapping[tuple[type, RolloutState], Callable[[Rollout, Any, float], None]] = {
+    **{(Live, phase): Rollout._on_live_asked for phase in _ASKING},
+    **{(Live, phase): Rollout._on_live_known for phase in _KNOWING},
+    **{(Pulse, phase): Rollout._on_pulse for phase in (*_ASKING, *_KNOWING)},
+}
+"""Phases with a group. Answers to a chunk (Staged, Armed, Refused, Committed, Flipped, Disarmed) go to the open chunk."""
+
+_ON_DEADLINE: Mapping[RolloutState, Callable[[Rollout, float], None]] = {
+    _S.HELLO: Rollout._ask_silent,
+    _S.INCONSISTENT: Rollout._ask_all,
+    _S.PERSISTING: Rollout._persist_overdue,
+    _S.BACKING_OFF: Rollout._back_off_over,
+}

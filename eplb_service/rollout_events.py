@@ -140,8 +140,8 @@ class Progress:
     """Where the machine is, after every change. chunks_total counts the chunks of the present rollout; 0 without one.
 
     waiting_for: ranks whose answer is awaited. since_s, deadline_s: on the clock of `now`; deadline None = no time-out here.
-    attempt: tries of the open chunk. stalled: the deadline of this state passed and it goes on waiting.
-    last_error: last refusal, abort or missed deadline of this rollout.
+    attempt: tries of the open chunk. hold: what the next chunk waits for, beside the back-off.
+    stalled: the deadline of this state passed and it goes on waiting. last_error: last refusal, abort or missed deadline.
     """
 
     state: RolloutState
@@ -154,6 +154,7 @@ class Progress:
     since_s: float
     deadline_s: float | None
     stalled: bool
+    hold: str
     last_error: str
 
 
@@ -182,6 +183,7 @@ class AlarmCode(StrEnum):
     INCONSISTENT = "inconsistent"  # ranks reply with different live maps
     FLIP_DIGEST = "flip_digest"  # a rank says it flipped, and routes by another row
     FLIP_BOUNDARY = "flip_boundary"  # ranks flipped one chunk at different steps
+    FLIP_UNASKED = "flip_unasked"  # a rank flipped a chunk that was never armed
     FLIP_AFTER_DISARM = "flip_after_disarm"  # one rank closed the chunk, another flipped it
     BAD_LIVE = "bad_live"  # a live map that cannot be: wrong layers, shape, digest
 
@@ -226,6 +228,7 @@ class RolloutSettings:
     """Deadlines and tries. All in seconds on the planner's monotonic clock.
 
     stage_timeout_s, arm_ttl_s: given to the ranks with every Stage. slowest_step_s: the longest step that is still healthy.
+    hold_timeout_s: how long a chunk may wait for ranks that are away, or that serve another weights version.
     answer_slack_s: added to every deadline for messages and queues.
     """
 
@@ -237,6 +240,7 @@ class RolloutSettings:
     persist_timeout_s: float = 10.0
     disarm_timeout_s: float = 10.0
     inconsistent_retry_s: float = 30.0
+    hold_timeout_s: float = 120.0
     backoff_s: float = 1.0
     backoff_max_s: float = 30.0
     tries_max: int = 4
@@ -245,3 +249,7 @@ class RolloutSettings:
     def arm_timeout_s(self, vote_period: int) -> float:
         """How long to wait for Flipped before withdrawing: longer than the rank's own time to live plus two votes."""
         return self.arm_ttl_s + 2 * vote_period * self.slowest_step_s + self.answer_slack_s
+
+    def backoff_after(self, tries: int) -> float:
+        """Seconds before the next try of a chunk that failed so many times: doubled each time, up to the most."""
+        return min(self.backoff_max_s, self.backoff_s * 2.0 ** max(0, tries - 1))
