@@ -286,19 +286,19 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("model", "slots", "sentence"),
     [
-        ({"model": "nothing_of_this_name"}, "has no 'nothing_of_this_name'"),
+        ("nothing_of_this_name", 0, "has no 'nothing_of_this_name'"),
         (
             {"model": "uneven", "slots_per_rank": 4},
             "10 experts do not fit 2 ranks x 4 slots = 8; use at least 5 slots per rank",
         ),
-        ({"model": "differs_by_process"}, "give all ranks the same weights"),
+        ("differs_by_process", 0, "give all ranks the same weights"),
     ],
 )
-def test_a_fleet_that_cannot_start_says_why_in_one_sentence(options: dict[str, object], sentence: str) -> None:
+def test_a_fleet_that_cannot_start_says_why_in_one_sentence(model: str, slots: int, sentence: str) -> None:
     with tempfile.TemporaryDirectory(prefix="eplb-") as directory:
-        config = fleet_config(directory, num_ranks=2, **options)
+        config = fleet_config(directory, model=model, num_ranks=2, slots_per_rank=slots)
         with pytest.raises(EnvironmentFault, match="ended with code 3") as caught:
             launch_ranks(config)
         assert sentence in str(caught.value)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from agent.engine.reference.exchange import ExpertExchange, choose_replicas
 from agent.engine.reference.experts import LayerExperts, check_row_independence, linear_row, load_layer
@@ -35,7 +36,7 @@ def layer_of(model: TinyMoe, row: list[int], *, position: int = 0, slots: int | 
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    store = dist.HashStore()
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=20))
     yield
     dist.destroy_process_group()
@@ -127,7 +128,7 @@ def test_a_map_without_a_replica_of_some_expert_is_not_served(model: TinyMoe) ->
 
 def test_an_expert_whose_rows_influence_each_other_is_caught(model: TinyMoe) -> None:
     class Leaky(TinyMoe):
-        def run_expert(self, tensors: object, inputs: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def run_expert(self, tensors: object, inputs: torch.Tensor) -> torch.Tensor:
             return inputs + (inputs.shape[0] > 4) * 1e-6
 
     layer = layer_of(model, [0, 1, 2, 3, 4, 5])

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from agent.engine.reference.client import RankClient
 from agent.engine.reference.config import FleetConfig
@@ -33,7 +33,7 @@ from eplb_service.ids import DeploymentId, RankId
 SUBMIT = Submit(request_id=1, kind="code", prompt=(1, 2, 3), max_new_tokens=4)
 
 
-def readable(source: object, *, within_s: float = 20.0) -> None:
+def readable(source: socket.socket | WakeMesh, *, within_s: float = 20.0) -> None:
     assert select.select([source], [], [], within_s)[0]
 
 
@@ -152,7 +152,7 @@ def test_a_door_that_cannot_open_says_where(tmp_path: Path) -> None:
 
 
 def meshes(num_ranks: int) -> list[WakeMesh]:
-    store = dist.HashStore()
+    store = HashStore()
     with ThreadPoolExecutor(num_ranks) as pool:
         made = [
             pool.submit(WakeMesh, store, position=p, num_ranks=num_ranks, host="127.0.0.1", timeout_s=20.0)
@@ -211,7 +211,7 @@ def test_a_rank_that_vanishes_without_a_word_is_a_fault() -> None:
 
 def test_ranks_that_do_not_come_are_counted() -> None:
     with pytest.raises(DeadlineError, match="2 of 2 other ranks did not connect in time"):
-        WakeMesh(dist.HashStore(), position=0, num_ranks=3, host="127.0.0.1", timeout_s=0.05)
+        WakeMesh(HashStore(), position=0, num_ranks=3, host="127.0.0.1", timeout_s=0.05)
 
 
 def config(**options: object) -> FleetConfig:
