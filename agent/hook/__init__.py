@@ -1,1 +1,1 @@
-"""The part of the agent that lives in the engine process. Imports torch, numpy, the standard library and the pure modules only."""
+"""The part of the agent that lives in the engine process: torch, numpy, standard library and pure modules only."""

@@ -67,7 +67,7 @@ class HookConfig:
             raise InvalidInputError(f"staging_bytes must be >= 0 (0 = observe only); got {self.staging_bytes}")
         if self.sub_windows > self.window_steps:
             raise InvalidInputError(
-                f"{self.sub_windows} sub-windows do not fit a window of {self.window_steps} steps; use at most {self.window_steps}"
+                f"{self.sub_windows} sub-windows do not fit a window of {self.window_steps} steps; use at most that many"
             )
         if not self.socket_path:
             raise InvalidInputError("socket_path is empty; set EPLB_SOCKET to the Unix socket of this node's agent process")

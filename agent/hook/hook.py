@@ -2,44 +2,446 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
 import torch
 
 from agent.engine.port import EnginePort
+from agent.frames import RegistrationAnswer
+from agent.hook import chunk_events as ev
+from agent.hook.chunk import ChunkMachine
 from agent.hook.config import HookConfig, HookStatus
+from agent.hook.link import Link
+from agent.hook.outbox import Outbox
+from agent.hook.recorder import Recorder
+from agent.hook.routing import PreparedFlip, flip
+from agent.hook.stager import Stager, Weights
+from agent.hook.startup import EngineFacts, Meeting, inspect, meet
+from agent.hook.vote import Voter
+from agent.transfer.gloo import first_line
+from agent.transfer.streams import streams_for
+from eplb_service import __version__
+from eplb_service.control import Arm, Pulse, Registration, ToRank
+from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
+from eplb_service.failpoints import reach
+from eplb_service.generation import live_digest
 from eplb_service.ids import ChunkId, LayerRef
 
 __all__ = ["Hook", "HookConfig", "HookStatus"]
+
+TICK_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Flipping:
+    """A flip whose copies may still run on the device."""
+
+    chunk_id: ChunkId
+    prepared: PreparedFlip
+    stall_s: float
 
 
 class Hook:
     """One rank's part of the loop, inside the engine process.
 
     The engine calls `begin_step` before every forward pass (real or dummy, on every rank) and `record` for every MoE layer
-    with the ids that its router chose, both from its model thread.
+    with the ids that its router chose, both from its model thread. Threads of the hook's own: the link to the agent process,
+    the vote waiter, the staging worker. All of them meet the chunk machine under one lock, which is never held while waiting.
     """
 
     def __init__(self, port: EnginePort, config: HookConfig) -> None:
-        self._port = port
-        self._config = config
+        self._port, self._config = port, config
+        self._lock = threading.RLock()
         self._boundary = -1
+        self._cast_at = -1
+        self._last_boundary_s = time.monotonic()
+        self._off: dict[str, str] = {}
+        self._switched_off = config.off
+        self._inert = config.off
+        self._stopped = ""
+        self._weights_version = port.weights_version()
+        self._was_idle = False
+        self._pulse_due_s = 0.0
+        self._prepared: PreparedFlip | None = None
+        self._flipping: _Flipping | None = None
+        self._flips = 0
+        self._outbox = Outbox(config.ring_windows)
+        self._facts: EngineFacts = inspect(port, config)
+        facts = self._facts
+        self._streams = streams_for(facts.device, port.compute_stream())
+        self._routed = {layer: live.digest for layer, live in facts.live.items()}
+        self._routed_digest = live_digest(self._routed)
+        self._recorder: Recorder | None = Recorder(
+            [(layer, shape.num_logical) for layer, shape in facts.shape.layers.items()],
+            address=facts.description.address,
+            phase=facts.description.phase,
+            window_steps=config.window_steps,
+            sub_windows=config.sub_windows,
+            idle_after_s=config.idle_after_s,
+            device=facts.device,
+            streams=self._streams,
+            outbox=self._outbox,
+            clock=time.monotonic,
+        )
+        self._machine = ChunkMachine(
+            facts.description.address, facts.shape, facts.live, weights_version=self._weights_version, off_reason="not started"
+        )
+        self._off["start"] = "not started"
+        self._voter: Voter | None = None
+        self._stager: Stager | None = None
+        self._link = Link(
+            config.socket_path,
+            self,
+            self._outbox,
+            release=__version__,
+            tick_s=min(TICK_S, config.pulse_period_s),
+            reconnect_max_s=config.reconnect_max_s,
+        )
+
+    # ── what the engine calls ────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Find the other ranks, allocate staging, start the threads. What fails here leaves the hook observe-only."""
+        self._check_switch()
+        meeting = meet(self._facts, self._config)
+        problem = meeting.problem
+        if not problem:
+            try:
+                self._stager = self._make_stager(meeting)
+                self._stager.start(self._weights_version)
+            except EnvironmentFault as error:
+                self._stager, problem = None, str(error)
+        if meeting.votes is not None:
+            self._voter = Voter(
+                meeting.votes, timeout_s=self._config.vote_timeout_s, on_resolved=self._on_resolved, on_off=self._on_vote_off
+            )
+            self._voter.start()
+        self._set_off("start", problem)
+        if problem:
+            logger.warning("hook.observing: nothing is moved on this rank: %s", problem)
+        self._link.start()
 
     def begin_step(self, *, num_real_tokens: int, warmup: bool = False) -> None:
-        """A step boundary: votes, flips and windows happen here. num_real_tokens: without padding and dummies."""
+        """A step boundary: votes, flips and windows happen here. num_real_tokens: without padding and dummies.
+
+        Raises EnvironmentFault when the outcome of a commit is unknown and this rank must not run another step; nothing else.
+        """
         self._boundary += 1
+        self._last_boundary_s = time.monotonic()
+        capturing = False
+        try:
+            capturing = self._port.is_capturing()
+            self._commit(capturing=capturing)
+        except Exception as error:  # noqa: BLE001  # logged there; a step must not fail with the hook
+            self._on_failure(error)
+        self._raise_if_stopped()
+        self._observe(num_real_tokens, warmup=warmup, capturing=capturing)
 
     def record(self, layer: LayerRef, experts: torch.Tensor) -> None:
-        """Count what the router chose. experts: logical ids of real tokens, shape (n, k), any integer type."""
+        """Count what the router chose. experts: logical ids of real tokens, shape (n, k), any integer type.
+
+        Raises InvalidInputError for a layer that the engine did not register (sglang#25948: counts without a layer).
+        """
+        if self._inert or self._recorder is None:
+            return
+        if layer not in self._facts.shape.layers:
+            raise InvalidInputError(f"record was called for layer {layer}, which the engine did not register as an MoE layer")
+        self._recorder.record(layer, experts)
+
+    def warming_up(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing recorded inside the block counts, however it ends."""
+        return self._recorder.warming_up() if self._recorder is not None else contextlib.nullcontext()
 
     def close(self) -> None:
         """Cast 0, resolve what is cast, end the threads; every wait has a deadline."""
+        timeout_s = self._config.close_timeout_s
+        self._set_off("close", "the engine is closing")
+        if self._voter is not None:
+            self._voter.leave(timeout_s)
+        if self._stager is not None:
+            self._stager.close(timeout_s)
+        self._link.close(timeout_s)
 
     @property
     def status(self) -> HookStatus:
         """What this hook is doing."""
-        return HookStatus(
-            voting=False, off_reason="not started", boundary=self._boundary + 1, connected=False, open_id=ChunkId(0),
-            flipped_id=ChunkId(0), generations={}, windows_sent=0, windows_dropped=0, flips=0,
+        with self._lock:
+            machine = self._machine
+            return HookStatus(
+                voting=not machine.off_reason,
+                off_reason=machine.off_reason,
+                boundary=self._boundary + 1,
+                connected=self._link.is_connected,
+                open_id=machine.open_id,
+                flipped_id=machine.ledger.flipped_id,
+                generations={layer: live.generation for layer, live in machine.live.items()},
+                windows_sent=self._outbox.windows_sent,
+                windows_dropped=self._outbox.windows_dropped,
+                flips=self._flips,
+                refusals=dict(machine.refusals),
+                stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
+            )
+
+    # ── a step boundary ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _commit(self, *, capturing: bool) -> None:
+        """See the last vote through, flip if it passed, cast the next: in this order, at the same boundary on all ranks."""
+        boundary = self._boundary
+        self._poll_flip()
+        self._weights_version = self._port.weights_version()
+        self._dispatch(ev.Boundary(boundary, self._weights_version))
+        if self._voter is None or boundary % self._config.vote_period:
+            return
+        self._voter.collect()
+        self._dispatch(ev.FlipDue(boundary), capturing=capturing)
+        if self._stopped or self._voter.is_off:
+            return
+        self._dispatch(ev.VoteDue(boundary))
+
+    def _on_failure(self, error: Exception) -> None:
+        """Something broke in here. The other ranks must still get this rank's vote, and it is 0."""
+        logger.error("hook.failed at boundary %d", self._boundary, exc_info=error)
+        reason = f"the hook failed at boundary {self._boundary}: {type(error).__name__}: {first_line(error)}"
+        with self._lock:
+            undecided = self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED, ev.ChunkState.FLIPPING)
+        if undecided and self._cast_at != self._boundary:
+            self._stop(f"{reason}; the chunk under way cannot be flipped here as it may be elsewhere")
+        else:
+            self._set_off("failure", reason)
+        if self._voter is not None and self._boundary % self._config.vote_period == 0 and self._cast_at != self._boundary:
+            self._cast_at = self._boundary
+            self._voter.cast(self._boundary, ev.NO_CHUNK)
+
+    def _observe(self, num_real_tokens: int, *, warmup: bool, capturing: bool) -> None:
+        """Windows. What fails here ends recording, never the step."""
+        if self._recorder is None:
+            return
+        try:
+            if self._switched_off != self._inert:
+                self._inert = self._switched_off
+                self._recorder.pause()
+            if not self._inert:
+                self._recorder.boundary(
+                    self._boundary,
+                    num_real_tokens=num_real_tokens,
+                    warmup=warmup,
+                    capturing=capturing,
+                    live_digest=self._routed_digest,
+                )
+                if len(self._outbox):
+                    self._link.wake()
+        except Exception:
+            logger.exception("recorder.failed: this rank reports no more windows")
+            self._recorder = None
+
+    # ── events in, effects out ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _dispatch(self, event: ev.Event, *, capturing: bool = False) -> None:
+        """Advance the machine. Messages and orders to the worker go out in order, under the lock; the rest after it."""
+        with self._lock:
+            effects = self._machine.handle(event, time.monotonic())
+            later = [effect for effect in effects if not self._run_inside(effect)]
+        if len(self._outbox):
+            self._link.wake()
+        for effect in later:
+            self._run_after(effect, capturing=capturing)
+
+    def _run_inside(self, effect: ev.Effect) -> bool:
+        """Effects that only queue or free something; False for all others."""
+        match effect:
+            case ev.Send():
+                self._outbox.put(effect.message)
+            case ev.BeginStaging() if self._stager is not None:
+                rows = {change.layer: self._machine.live[change.layer].row for change in effect.stage.layers}
+                self._stager.begin(effect, rows)
+            case ev.CancelStaging() if self._stager is not None:
+                self._stager.cancel(effect.chunk_id)
+            case ev.ReleaseStaging():
+                self._prepared = None
+            case _:
+                return False
+        return True
+
+    def _run_after(self, effect: ev.Effect, *, capturing: bool) -> None:
+        """Effects of the model thread, and the end of everything."""
+        match effect:
+            case ev.CastVote() if self._voter is not None:
+                self._cast_at = effect.boundary
+                self._voter.cast(effect.boundary, effect.chunk_id)
+                if effect.chunk_id != ev.NO_CHUNK:
+                    reach("hook.vote.cast")
+            case ev.Flip():
+                self._flip(effect, capturing=capturing)
+            case ev.FailStop():
+                self._stop(effect.reason)
+            case _:
+                raise BrokenInvariantError(f"no part of this hook can run {type(effect).__name__}")
+
+    def _flip(self, effect: ev.Flip, *, capturing: bool) -> None:
+        with self._lock:
+            prepared = self._prepared
+        if prepared is None or capturing or self._stager is None:
+            why = "a graph is being captured" if capturing else "nothing is staged for it"
+            self._stop(f"chunk {effect.stage.chunk_id:#x} must flip at boundary {effect.boundary}, but {why}")
+            return
+        reach("hook.flip.begin")
+        began = time.monotonic()
+        facts = self._facts
+        try:
+            flip(
+                prepared,
+                port=self._port,
+                streams=self._streams,
+                tensors=facts.tensors,
+                layouts=facts.layouts,
+                tables=facts.tables,
+            )
+        except Exception as error:  # noqa: BLE001  # half a flip must not serve, whatever broke it
+            self._stop(f"the flip of chunk {effect.stage.chunk_id:#x} broke: {type(error).__name__}: {first_line(error)}")
+            return
+        self._stager.note_flip(effect.stage, prepared.checksums)
+        self._routed.update({change.layer: change.new_digest for change in effect.stage.layers})
+        self._routed_digest = live_digest(self._routed)
+        self._flips += 1
+        with self._lock:
+            self._flipping = _Flipping(effect.stage.chunk_id, prepared, time.monotonic() - began)
+        reach("hook.flip.done")
+        self._poll_flip()
+
+    def _poll_flip(self) -> None:
+        """Say Flipped once the device has made it true."""
+        with self._lock:
+            flipping = self._flipping
+            if flipping is None or not flipping.prepared.copied_out.is_reached():
+                return
+            self._flipping = None
+            self._dispatch(ev.FlipDone(flipping.chunk_id, flipping.stall_s))
+
+    def _stop(self, reason: str) -> None:
+        self._stopped = reason
+        logger.critical("hook.stopped: %s", reason)
+        self._port.fail_stop(reason)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stopped:
+            raise EnvironmentFault(self._stopped)
+
+    # ── from other threads ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_resolved(self, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
+        self._dispatch(ev.VoteResolved(chunk, outcome, detail))
+
+    def _on_vote_off(self, reason: str) -> None:
+        logger.warning("hook.vote_off: %s", reason)
+        self._set_off("vote", reason)
+
+    def _on_staging_end(self, end: ev.StagingDone | ev.StagingFailed, prepared: PreparedFlip | None) -> None:
+        with self._lock:
+            self._prepared = prepared
+            self._dispatch(end)
+
+    def on_message(self, message: ToRank) -> None:
+        """The planner says something (link thread)."""
+        self._dispatch(ev.Received(message))
+        if isinstance(message, Arm) and self._machine.state is ev.ChunkState.ARMED:
+            reach("hook.armed")
+
+    def on_attached(self) -> None:
+        """The agent process is there (link thread)."""
+        self._pulse_due_s = 0.0
+        self._dispatch(ev.Attached())
+
+    def on_answer(self, answer: RegistrationAnswer) -> None:
+        """What the planner said to the registration (link thread)."""
+        if not answer.accepted:
+            logger.warning("hook.refused: the planner refuses this rank: %s", answer.reason)
+
+    def on_tick(self) -> None:
+        """Deadlines, the off switch, idleness and signs of life (link thread)."""
+        self._poll_flip()
+        self._dispatch(ev.Tick())
+        self._check_switch()
+        now = time.monotonic()
+        idle = now - self._last_boundary_s > self._config.idle_after_s
+        if idle and not self._was_idle:
+            self._dispatch(ev.EngineIdle())
+        if now >= self._pulse_due_s or idle != self._was_idle:
+            self._pulse_due_s = now + self._config.pulse_period_s
+            self._outbox.put(self._pulse(idle=idle))
+        self._was_idle = idle
+
+    def registration(self) -> Registration:
+        """What this rank is (link thread)."""
+        description, config = self._facts.description, self._config
+        return Registration(
+            deployment=description.deployment,
+            address=description.address,
+            node=description.node,
+            group_rank_ids=description.group_rank_ids,
+            phase=description.phase,
+            stage=description.stage,
+            models=self._facts.models,
+            capacity=description.capacity,
+            dispatch=description.dispatch,
+            vote_period=config.vote_period,
+            window_steps=config.window_steps,
+            sub_windows=config.sub_windows,
+            staging_bytes=config.staging_bytes if self._stager is not None else 0,
+            replica_table_width=description.replica_table_width,
+            weights_version=self._weights_version,
         )
+
+    # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_stager(self, meeting: Meeting) -> Stager:
+        facts, config = self._facts, self._config
+        return Stager(
+            shape=facts.shape,
+            nodes=facts.description.nodes,
+            weights=Weights(tensors=facts.tensors, layouts=facts.layouts, device=facts.device),
+            budget_bytes=config.staging_bytes,
+            store=meeting.store,
+            streams=self._streams,
+            rendezvous_timeout_s=config.rendezvous_timeout_s,
+            clock=time.monotonic,
+            on_end=self._on_staging_end,
+        )
+
+    def _pulse(self, *, idle: bool) -> Pulse:
+        with self._lock:
+            return Pulse(
+                sender=self._facts.description.address,
+                boundary=self._boundary,
+                idle=idle,
+                voting=not self._machine.off_reason,
+                off_reason=self._machine.off_reason,
+                windows_dropped=self._outbox.windows_dropped,
+                weights_version=self._weights_version,
+            )
+
+    def _check_switch(self) -> None:
+        """The local off switch: needs no planner, no network and no restart."""
+        file = self._config.off_file
+        off = self._config.off or (file is not None and Path(file).exists())
+        self._switched_off = off
+        where = "EPLB_OFF" if self._config.off else str(file)
+        self._set_off("switch", f"switched off on this machine ({where})" if off else "")
+
+    def _set_off(self, key: str, reason: str) -> None:
+        """Keep one reason for each cause; the first that stands is told."""
+        with self._lock:
+            if self._off.get(key, "") == reason:
+                return
+            self._off[key] = reason
+            first = next((standing for standing in self._off.values() if standing), "")
+            if first == self._machine.off_reason:
+                return
+            self._dispatch(ev.VotingOff(first) if first else ev.VotingOn())
+            self._pulse_due_s = 0.0

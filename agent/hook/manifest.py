@@ -1,0 +1,108 @@
+"""What a rank's tensors are, in a form that ranks can compare, and whether the engine's description is true of them.
+
+A tensor missing on one rank, converted, re-laid or of another type would move half an expert: every such difference shows here
+before anything moves (sglang#17158, vllm#47588, TensorRT-LLM#14862).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
+from agent.transfer.checksum import WORD_BYTES, checksum
+from agent.transfer.staging import ExpertLayout
+from eplb_service.control import LayerInfo, ModelInfo
+from eplb_service.errors import InvalidInputError
+from eplb_service.ids import LayerRef
+
+Tensors = Mapping[LayerRef, Mapping[str, SlotTensor]]
+
+
+def manifest_digest(model: EngineModel, tensors: Tensors) -> str:
+    """Hex BLAKE2b-16 of names, dtypes, shapes without the slot axis, kinds and layouts of every tensor, by layer."""
+    layers = [
+        [
+            info.layer_id,
+            [
+                [name, str(tensor.data.dtype), list(_slot_shape(tensor)), tensor.kind.value, tensor.layout]
+                for name, tensor in sorted(tensors[LayerRef(model.name, info.layer_id)].items())
+            ],
+        ]
+        for info in model.layers
+    ]
+    return hashlib.blake2b(json.dumps(layers, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+
+def _slot_shape(tensor: SlotTensor) -> tuple[int, ...]:
+    shape = tuple(tensor.data.shape)
+    return shape if tensor.kind is TensorKind.SHARED else shape[1:]
+
+
+def shared_facts(tensors: Tensors) -> dict[str, str]:
+    """Checksum of every SHARED tensor by a readable name: equal on all ranks or nothing may move."""
+    facts = {}
+    for layer in sorted(tensors):
+        for name, tensor in sorted(tensors[layer].items()):
+            if tensor.kind is TensorKind.SHARED:
+                data = tensor.data.contiguous().reshape(-1).view(torch.uint8)
+                padded = torch.nn.functional.pad(data, (0, -data.numel() % WORD_BYTES))
+                facts[f"shared tensor {name} of layer {layer}"] = f"{int(checksum(padded)) & (1 << 64) - 1:#x}"
+    return facts
+
+
+def model_infos(description: EngineDescription, tensors: Tensors) -> tuple[ModelInfo, ...]:
+    """The models as the planner is told of them."""
+    return tuple(
+        ModelInfo(name=model.name, digest=model.digest, manifest_digest=manifest_digest(model, tensors), layers=model.layers)
+        for model in description.models
+    )
+
+
+def check_layer(
+    layer: LayerRef, info: LayerInfo, tensors: Mapping[str, SlotTensor], tables: RoutingTables, num_physical: int, width: int
+) -> ExpertLayout:
+    """The layer's packing. Raises InvalidInputError when tensors or tables are not what the engine says of them."""
+    layout = ExpertLayout.of(layer, tensors)
+    for name, tensor in tensors.items():
+        if tensor.kind is TensorKind.SHARED or tensor.data.numel() == 0:
+            continue
+        if tensor.data.dim() == 0 or tensor.data.shape[0] != info.slots:
+            raise InvalidInputError(
+                f"layer {layer}: tensor {name} of shape {tuple(tensor.data.shape)} needs the {info.slots} slots as first axis"
+            )
+    if layout.expert_bytes != info.expert_bytes or not layout.tensors:
+        raise InvalidInputError(
+            f"layer {layer}: expert tensors {[t.name for t in layout.tensors]} hold {layout.expert_bytes} bytes an expert, the"
+            f" engine says {info.expert_bytes}; a tensor is missing or declared twice"
+        )
+    wanted = {
+        "physical_to_logical": (num_physical,),
+        "logical_to_physical": (info.num_logical, width),
+        "replica_counts": (info.num_logical,),
+    }
+    for name, shape in wanted.items():
+        table: torch.Tensor = getattr(tables, name)
+        if tuple(table.shape) != shape or table.dtype != torch.int64:
+            raise InvalidInputError(
+                f"layer {layer}: table {name} must be int64 of shape {shape}; it is {table.dtype} of {tuple(table.shape)}"
+            )
+    return layout
+
+
+def check_initial_row(
+    layer: LayerRef, info: LayerInfo, row: np.ndarray[tuple[int], np.dtype[np.int32]], num_physical: int
+) -> None:
+    """Raises InvalidInputError when the row that the engine says it loaded cannot be one."""
+    if row.shape != (num_physical,) or row.min(initial=0) < -1 or row.max(initial=0) >= info.num_logical:
+        raise InvalidInputError(
+            f"layer {layer}: the loaded row must name experts -1 to {info.num_logical - 1} in {num_physical} slots;"
+            f" it has {row.size} slots and ids {int(row.min(initial=0))} to {int(row.max(initial=0))}"
+        )
+    missing = sorted(set(range(info.num_logical)) - set(row.tolist()))
+    if missing:
+        raise InvalidInputError(f"layer {layer}: {len(missing)} experts were loaded into no slot, the first is {missing[0]}")

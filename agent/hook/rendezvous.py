@@ -1,0 +1,50 @@
+"""How the hooks of one group find one another: a store of their own, with a deadline, apart from the engine's groups.
+
+The hook of `group_rank_ids[0]` hosts it. Keys carry the group id, so a group that forms anew never reads what an earlier one
+wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+from agent.engine.port import EngineDescription
+from agent.transfer.gloo import Store, first_line, prefixed, tcp_store
+from eplb_service.errors import ConflictError, DeadlineError
+
+
+def open_store(description: EngineDescription, timeout_s: float) -> Store:
+    """The group's store. Raises DeadlineError when it cannot be hosted or reached in time."""
+    host, port = description.rendezvous_host, description.rendezvous_port
+    is_host = description.address.rank_id == description.group_rank_ids[0]
+    try:
+        store = tcp_store(host, port, is_host=is_host, timeout_s=timeout_s)
+    except (RuntimeError, OSError) as error:
+        what = "host" if is_host else "reach"
+        raise DeadlineError(
+            f"cannot {what} the hooks' rendezvous at {host}:{port} within {timeout_s:g} s ({first_line(error)});"
+            f" the host of rank {description.group_rank_ids[0]} must be able to listen there"
+        ) from error
+    return prefixed(f"eplb/{description.address.group_id}", store)
+
+
+def compare(store: Store, description: EngineDescription, mine: Mapping[str, str], timeout_s: float) -> None:
+    """Prove that all ranks say the same of every name.
+
+    Raises ConflictError naming what differs and where, DeadlineError when a rank does not come.
+    """
+    me = description.address.rank_id
+    store.set(f"facts/{me}", json.dumps(dict(mine), sort_keys=True))
+    for rank in description.group_rank_ids:
+        try:
+            store.wait([f"facts/{rank}"], timedelta(seconds=timeout_s))
+            theirs: dict[str, str] = json.loads(store.get(f"facts/{rank}"))
+        except RuntimeError as error:
+            raise DeadlineError(f"rank {rank} did not come to the hooks' rendezvous within {timeout_s:g} s") from error
+        differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
+        if differ:
+            pairs = "; ".join(f"{name}: {mine.get(name)} here, {theirs.get(name)} there" for name in differ[:4])
+            more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
+            raise ConflictError(f"rank {me} and rank {rank} disagree about {pairs}{more}; all ranks must be equal in these")

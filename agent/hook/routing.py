@@ -1,0 +1,105 @@
+"""The flip: what lies in staging becomes what the engine computes with, in place, on its compute stream.
+
+Tensors and tables are written, never replaced: captured graphs keep their addresses (FastDeploy#4599). The one source is the
+new row; all tables derive from it (vllm#36267). Weights come first, then the tables, in one uninterrupted run of work on the
+stream that runs the model, so that no kernel of the model sees one without the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from agent.engine.port import EnginePort, RoutingTables, SlotTensor
+from agent.transfer.staging import ExpertLayout, Region
+from agent.transfer.streams import EventPair, Streams
+from eplb_service.errors import InvalidInputError
+from eplb_service.ids import LayerRef
+from eplb_service.placement import logical_to_physical
+
+FLIP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTables:
+    """A layer's tables for a row, with the shapes and types of the engine's, on its device."""
+
+    physical_to_logical: torch.Tensor
+    logical_to_physical: torch.Tensor
+    replica_counts: torch.Tensor
+
+    @classmethod
+    def derive(cls, row: Sequence[int], num_logical: int, width: int, device: torch.device) -> LayerTables:
+        """All tables from the one source. Raises InvalidInputError when an expert has more than `width` replicas."""
+        physical = np.array([row], dtype=np.int32)
+        logical = logical_to_physical(physical, num_logical, width)[0]
+        counts = np.bincount(physical[0][physical[0] >= 0], minlength=num_logical)
+        arrays = (physical[0], logical, counts)
+        return cls(*(torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True) for array in arrays))
+
+    def write(self, tables: RoutingTables) -> None:
+        """Into the engine's own storage."""
+        tables.physical_to_logical.copy_(self.physical_to_logical, non_blocking=True)
+        tables.logical_to_physical.copy_(self.logical_to_physical, non_blocking=True)
+        tables.replica_counts.copy_(self.replica_counts, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFlip:
+    """What a flip does to one layer here. staged: local slot → its new expert's bytes; changed: slots that held another."""
+
+    layer: LayerRef
+    tables: LayerTables
+    staged: tuple[tuple[int, Region], ...]
+    changed: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class PreparedFlip:
+    """Everything that a flip needs, on the device.
+
+    checksums: (layer, local slot) → checksum of what lies in staging for it. ready: recorded on the staging stream;
+    copied_out: recorded after the flip's copies.
+    """
+
+    layers: tuple[LayerFlip, ...]
+    checksums: Mapping[tuple[LayerRef, int], int] = field(default_factory=dict)
+    ready: EventPair = field(default_factory=EventPair)
+    copied_out: EventPair = field(default_factory=EventPair)
+
+
+def flip(
+    prepared: PreparedFlip,
+    *,
+    port: EnginePort,
+    streams: Streams,
+    tensors: Mapping[LayerRef, Mapping[str, SlotTensor]],
+    layouts: Mapping[LayerRef, ExpertLayout],
+    tables: Mapping[LayerRef, RoutingTables],
+) -> None:
+    """Enqueue the whole flip on the compute stream; `prepared.copied_out` says when the device is through."""
+    with streams.on_compute_stream(), torch.no_grad():
+        prepared.ready.hold_current_stream(FLIP_TIMEOUT_S)
+        for entry in prepared.layers:
+            for slot, region in entry.staged:
+                layouts[entry.layer].unpack(region.device, tensors[entry.layer], slot)
+        for entry in prepared.layers:
+            entry.tables.write(tables[entry.layer])
+            if entry.changed:
+                port.rederive(entry.layer, entry.changed)
+        prepared.copied_out.record(streams)
+
+
+def check_loaded(layer: LayerRef, tables: RoutingTables, row: Sequence[int]) -> None:
+    """Raises InvalidInputError when the engine routes by another row than the one it says it loaded."""
+    found = tables.physical_to_logical.tolist()
+    differ = [slot for slot, (a, b) in enumerate(zip(found, row, strict=True)) if a != b]
+    if differ:
+        slot = differ[0]
+        raise InvalidInputError(
+            f"layer {layer}: the engine's table has expert {found[slot]} in slot {slot}, it says that it loaded {row[slot]};"
+            f" {len(differ)} slots differ"
+        )

@@ -1,0 +1,143 @@
+"""Whether a Stage can be carried out here: checked in full before a byte moves.
+
+Each refusal closes a way in which a map and its weights were seen to part (vllm#41141, sglang#33111, vllm-ascend#9151).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from eplb_service.control import Copy, LayerChange, LiveLayer, RefusalCode, Stage
+from eplb_service.ids import LayerRef, RankId
+from eplb_service.placement import EMPTY_SLOT, row_digest
+
+Refusal = tuple[RefusalCode, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What a row of a layer must be like. slots: per rank; expert_bytes: of all tensors of one expert."""
+
+    num_logical: int
+    slots: int
+    expert_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankShape:
+    """What a rank knows of itself and its group. group_rank_ids: in column order of rows."""
+
+    rank_id: RankId
+    group_rank_ids: tuple[RankId, ...]
+    layers: Mapping[LayerRef, LayerShape]
+    replica_table_width: int
+    staging_bytes: int
+
+
+def check_stage(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer], weights_version: int) -> Refusal | None:
+    """Why the chunk cannot be staged, or None."""
+    if stage.weights_version != weights_version:
+        return RefusalCode.WEIGHTS_VERSION, (
+            f"planned on weights version {stage.weights_version}, this rank serves version {weights_version}; plan again"
+        )
+    if not stage.layers:
+        return RefusalCode.INVALID, "the chunk changes no layer"
+    if len({change.layer for change in stage.layers}) != len(stage.layers):
+        return RefusalCode.INVALID, f"a layer appears twice among {[str(change.layer) for change in stage.layers]}"
+    for change in stage.layers:
+        refusal = _check_row(change, shape, live)
+        if refusal is not None:
+            return refusal
+    return _check_copies(stage, shape, live) or _check_budget(stage, shape)
+
+
+def _check_row(change: LayerChange, shape: RankShape, live: Mapping[LayerRef, LiveLayer]) -> Refusal | None:
+    layer, known = change.layer, shape.layers.get(change.layer)
+    if known is None:
+        return RefusalCode.INVALID, f"this rank serves no MoE layer {layer}"
+    num_physical = known.slots * len(shape.group_rank_ids)
+    if len(change.new_row) != num_physical:
+        return RefusalCode.INVALID, f"layer {layer}: row of {len(change.new_row)} slots, expected {num_physical}"
+    if change.old_digest != live[layer].digest:
+        return RefusalCode.OLD_DIGEST, (
+            f"layer {layer}: planned from row {change.old_digest:#x}, this rank routes by {live[layer].digest:#x}"
+            f" of generation {live[layer].generation}"
+        )
+    if min(change.new_row) < EMPTY_SLOT or max(change.new_row) >= known.num_logical:
+        return (
+            RefusalCode.INVALID,
+            f"layer {layer}: experts must be -1 to {known.num_logical - 1}; got {min(change.new_row)} to {max(change.new_row)}",
+        )
+    row = np.array(change.new_row, dtype=np.int32)
+    digest = row_digest(layer, row)
+    if digest != change.new_digest:
+        return RefusalCode.NEW_DIGEST, f"layer {layer}: the row has digest {digest:#x}, the message says {change.new_digest:#x}"
+    replicas = np.bincount(row[row >= 0], minlength=known.num_logical)
+    if not replicas.all():
+        return RefusalCode.INVALID, f"layer {layer}: expert {int(replicas.argmin())} would have no replica"
+    if int(replicas.max()) > shape.replica_table_width:
+        return RefusalCode.INVALID, (
+            f"layer {layer}: expert {int(replicas.argmax())} has {int(replicas.max())} replicas,"
+            f" this engine's tables hold {shape.replica_table_width}"
+        )
+    return None
+
+
+def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer]) -> Refusal | None:
+    """Every slot whose expert changes is filled by exactly one copy, from a slot that holds that expert now."""
+    changes = {change.layer: change for change in stage.layers}
+    position = {rank: index for index, rank in enumerate(shape.group_rank_ids)}
+    filled: Counter[tuple[LayerRef, int]] = Counter()
+    for copy in stage.copies:
+        change = changes.get(copy.layer)
+        if change is None or copy.source_rank not in position or copy.target_rank not in position:
+            return RefusalCode.INVALID, f"{describe(copy)}: layer or rank is not part of this chunk and group"
+        slots = shape.layers[copy.layer].slots
+        if not (0 <= copy.source_slot < slots and 0 <= copy.target_slot < slots):
+            return RefusalCode.INVALID, f"{describe(copy)}: slots run from 0 to {slots - 1}"
+        source = position[copy.source_rank] * slots + copy.source_slot
+        target = position[copy.target_rank] * slots + copy.target_slot
+        held = live[copy.layer].row[source]
+        if held != copy.expert or copy.expert < 0:
+            return RefusalCode.INVALID, f"{describe(copy)}: the source slot holds expert {held}"
+        if change.new_row[target] != copy.expert:
+            return RefusalCode.INVALID, f"{describe(copy)}: the new row puts expert {change.new_row[target]} there"
+        filled[copy.layer, target] += 1
+    for change in stage.layers:
+        old = live[change.layer].row
+        for slot, expert in enumerate(change.new_row):
+            wanted = int(expert not in (old[slot], EMPTY_SLOT))
+            if filled[change.layer, slot] != wanted:
+                return RefusalCode.INVALID, (
+                    f"layer {change.layer} slot {slot}: expert {old[slot]} → {expert} needs {wanted} copies, the chunk has"
+                    f" {filled[change.layer, slot]}"
+                )
+    return None
+
+
+def _check_budget(stage: Stage, shape: RankShape) -> Refusal | None:
+    mine = [copy for copy in stage.copies if copy.target_rank == shape.rank_id]
+    need = sum(shape.layers[copy.layer].expert_bytes for copy in mine)
+    if need > shape.staging_bytes:
+        return RefusalCode.BUDGET, (
+            f"{len(mine)} experts of {need} bytes exceed the staging budget of {shape.staging_bytes} bytes; use smaller chunks"
+        )
+    return None
+
+
+def describe(copy: Copy) -> str:
+    """One copy in words."""
+    return (
+        f"copy of {copy.layer} expert {copy.expert} from rank {copy.source_rank} slot {copy.source_slot}"
+        f" to rank {copy.target_rank} slot {copy.target_slot}"
+    )
+
+
+def local_changes(change: LayerChange, old_row: Sequence[int], slots: int, position: int) -> list[int]:
+    """Local slots of the rank at `position` whose expert changes."""
+    first = position * slots
+    return [slot for slot in range(slots) if change.new_row[first + slot] != old_row[first + slot]]

@@ -1,0 +1,163 @@
+"""What a hook learns before its first step: what its engine is, whether that is true, and who the other ranks are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from agent.engine.port import EngineDescription, EnginePort, RoutingTables, SlotTensor, TensorKind
+from agent.hook import rendezvous
+from agent.hook.config import HookConfig
+from agent.hook.manifest import check_initial_row, check_layer, model_infos, shared_facts
+from agent.hook.routing import LayerTables, check_loaded
+from agent.hook.stage_check import LayerShape, RankShape
+from agent.transfer.gloo import GlooGroup, Store, first_line, prefixed
+from agent.transfer.staging import ExpertLayout
+from eplb_service.control import LiveLayer, ModelInfo
+from eplb_service.errors import EplbError, InvalidInputError
+from eplb_service.generation import AS_LOADED
+from eplb_service.ids import LayerRef
+from eplb_service.placement import row_digest
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """An engine as found at start. problem: why nothing can be moved in it; empty when all is well."""
+
+    description: EngineDescription
+    models: tuple[ModelInfo, ...]
+    tensors: Mapping[LayerRef, Mapping[str, SlotTensor]]
+    tables: Mapping[LayerRef, RoutingTables]
+    layouts: Mapping[LayerRef, ExpertLayout]
+    shape: RankShape
+    live: Mapping[LayerRef, LiveLayer]
+    device: torch.device
+    problem: str
+
+    @property
+    def position(self) -> int:
+        """Column of this rank in rows."""
+        return self.description.group_rank_ids.index(self.description.address.rank_id)
+
+
+def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
+    """Ask the engine everything once. Raises InvalidInputError when not even recording is possible."""
+    description = port.describe()
+    infos = {LayerRef(model.name, info.layer_id): info for model in description.models for info in model.layers}
+    _check_description(description, infos.keys())
+    num_ranks = len(description.group_rank_ids)
+    tensors = {layer: dict(port.slot_tensors(layer)) for layer in infos}
+    tables = {layer: port.routing_tables(layer) for layer in infos}
+    rows = {
+        LayerRef(model.name, layer_id): np.asarray(row, dtype=np.int32)
+        for model in description.models
+        for layer_id, row in model.initial.items()
+    }
+    layouts: dict[LayerRef, ExpertLayout] = {}
+    live: dict[LayerRef, LiveLayer] = {}
+    problem = ""
+    for layer, info in infos.items():
+        row, num_physical = rows.get(layer, np.empty(0, np.int32)), info.slots * num_ranks
+        check_initial_row(layer, info, row, num_physical)
+        entries = tuple(int(expert) for expert in row)
+        live[layer] = LiveLayer(layer=layer, generation=AS_LOADED, digest=row_digest(layer, row), row=entries)
+        try:
+            layouts[layer] = check_layer(
+                layer, info, tensors[layer], tables[layer], num_physical, description.replica_table_width
+            )
+            check_loaded(layer, tables[layer], entries)
+            LayerTables.derive(entries, info.num_logical, description.replica_table_width, torch.device("cpu"))
+        except InvalidInputError as error:
+            problem = problem or str(error)
+    shape = RankShape(
+        rank_id=description.address.rank_id,
+        group_rank_ids=description.group_rank_ids,
+        layers={
+            layer: LayerShape(num_logical=info.num_logical, slots=info.slots, expert_bytes=info.expert_bytes)
+            for layer, info in infos.items()
+        },
+        replica_table_width=description.replica_table_width,
+        staging_bytes=config.staging_bytes,
+    )
+    return EngineFacts(
+        description=description,
+        models=model_infos(description, tensors),
+        tensors=tensors,
+        tables=tables,
+        layouts=layouts,
+        shape=shape,
+        live=live,
+        device=_device(tensors),
+        problem=problem or _staging_problem(shape),
+    )
+
+
+def _check_description(description: EngineDescription, layers: object) -> None:
+    ranks = description.group_rank_ids
+    if description.address.rank_id not in ranks or len(set(ranks)) != len(ranks):
+        raise InvalidInputError(f"rank {description.address.rank_id} must be once among its group's ranks {list(ranks)}")
+    if len(description.nodes) != len(ranks):
+        raise InvalidInputError(f"{len(description.nodes)} nodes for {len(ranks)} ranks; name one for each")
+    if not layers:
+        names = [model.name for model in description.models]
+        raise InvalidInputError(f"the engine registers no MoE layers (models: {names}); nothing can be balanced")
+
+
+def _staging_problem(shape: RankShape) -> str:
+    """Staging must hold at least one layer of this rank."""
+    need = max(layer.slots * layer.expert_bytes for layer in shape.layers.values())
+    if shape.staging_bytes < need:
+        return f"staging of {shape.staging_bytes} bytes holds less than one layer of this rank ({need} bytes)"
+    return ""
+
+
+def _device(tensors: Mapping[LayerRef, Mapping[str, SlotTensor]]) -> torch.device:
+    """Where the experts are; empty tensors may be anywhere (vllm#29162)."""
+    for layer in tensors.values():
+        for tensor in layer.values():
+            if tensor.kind is TensorKind.EXPERT and tensor.data.numel():
+                return tensor.data.device
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What came of the rendezvous. problem: why this group cannot move anything; votes: None when ranks cannot even vote."""
+
+    store: Store | None
+    votes: GlooGroup | None
+    problem: str
+
+
+def meet(facts: EngineFacts, config: HookConfig) -> Meeting:
+    """Find the other ranks, compare what all must share, form the vote group. Never raises for what a peer does."""
+    description = facts.description
+    mine = {"it can move experts": "yes" if not facts.problem else facts.problem, **_shared_settings(facts, config)}
+    mine |= shared_facts(facts.tensors)
+    store: Store | None = None
+    try:
+        store = rendezvous.open_store(description, config.rendezvous_timeout_s)
+        rendezvous.compare(store, description, mine, config.rendezvous_timeout_s)
+        votes = GlooGroup(prefixed("vote", store), facts.position, len(description.group_rank_ids), config.rendezvous_timeout_s)
+    except EplbError as error:
+        return Meeting(store, None, str(error))
+    except RuntimeError as error:
+        return Meeting(store, None, f"the vote group could not be formed: {first_line(error)}")
+    return Meeting(store, votes, facts.problem)
+
+
+def _shared_settings(facts: EngineFacts, config: HookConfig) -> dict[str, str]:
+    shared = {f"tensors of model {model.name}": model.manifest_digest for model in facts.models}
+    shared |= {f"digest of model {model.name}": model.digest for model in facts.models}
+    shared |= {f"row of layer {layer}": f"{live.digest:#x}" for layer, live in sorted(facts.live.items())}
+    shared["vote period"] = str(config.vote_period)
+    shared["window steps"] = str(config.window_steps)
+    shared["replica table width"] = str(facts.shape.replica_table_width)
+    shared["ranks"] = str(list(facts.shape.group_rank_ids))
+    return shared

@@ -1,0 +1,127 @@
+"""Where experts wait before a flip: one buffer, allocated once, and the packing of an expert's tensors into bytes.
+
+An expert is packed as its EXPERT tensors in manifest order, each at a multiple of ALIGN_BYTES, zero-filled to a multiple of
+that, empty tensors left out. One packed expert is one region of staging, one message between ranks, and what a checksum
+covers: no tensor of an expert can be left behind (sglang#17158), and each layer has its own layout (vllm-ascend#11120).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from agent.engine.port import SlotTensor, TensorKind
+from agent.transfer.streams import Streams
+from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.ids import LayerRef
+
+ALIGN_BYTES = 16
+REGION_ALIGN_BYTES = 256
+
+
+def _align(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """Where one tensor of an expert lies in its packed bytes. shape: of one slot."""
+
+    name: str
+    offset: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """How the experts of one layer are packed. num_bytes: packed, with padding; expert_bytes: without."""
+
+    tensors: tuple[PackedTensor, ...]
+    num_bytes: int
+    expert_bytes: int
+
+    @classmethod
+    def of(cls, layer: LayerRef, tensors: Mapping[str, SlotTensor]) -> ExpertLayout:
+        """The layout for a layer's slot tensors. Raises InvalidInputError when they disagree about the number of slots."""
+        packed, offset, expert_bytes = [], 0, 0
+        slots = {tensor.data.shape[0] for tensor in tensors.values() if tensor.data.dim() and tensor.kind is TensorKind.EXPERT}
+        if len(slots) > 1:
+            raise InvalidInputError(f"layer {layer}: expert tensors disagree about the number of slots: {sorted(slots)}")
+        for name in sorted(tensors):
+            data, kind = tensors[name].data, tensors[name].kind
+            if kind is not TensorKind.EXPERT or data.numel() == 0:
+                continue
+            size = data[0].numel() * data.element_size()
+            packed.append(PackedTensor(name, offset, size, data.dtype, tuple(data.shape[1:])))
+            offset = _align(offset + size, ALIGN_BYTES)
+            expert_bytes += size
+        return cls(tuple(packed), offset, expert_bytes)
+
+    def view(self, region: torch.Tensor, tensor: PackedTensor) -> torch.Tensor:
+        """The tensor inside packed bytes, without a copy. region: shape (num_bytes,), uint8."""
+        return region[tensor.offset : tensor.offset + tensor.num_bytes].view(tensor.dtype).view(tensor.shape)
+
+    def pack(self, tensors: Mapping[str, SlotTensor], slot: int, region: torch.Tensor) -> None:
+        """Copy one slot's tensors into packed bytes on the same device; strided and offset views are read as they are."""
+        region.zero_()  # padding is part of the checksum
+        for tensor in self.tensors:
+            self.view(region, tensor).copy_(tensors[tensor.name].data[slot])
+
+    def unpack(self, region: torch.Tensor, tensors: Mapping[str, SlotTensor], slot: int) -> None:
+        """Copy packed bytes into one slot's tensors, in place."""
+        for tensor in self.tensors:
+            tensors[tensor.name].data[slot].copy_(self.view(region, tensor), non_blocking=True)
+
+
+class Staging:
+    """The staging buffer of one rank. `take` hands out regions of the present chunk, `clear` takes all of them back.
+
+    budget_bytes: bytes of experts (without padding) that fit at the same time; the buffer is larger by the padding.
+    """
+
+    def __init__(
+        self, budget_bytes: int, layouts: Mapping[LayerRef, ExpertLayout], device: torch.device, streams: Streams
+    ) -> None:
+        ratio = max(
+            (_align(x.num_bytes, REGION_ALIGN_BYTES) / x.expert_bytes for x in layouts.values() if x.expert_bytes), default=1
+        )
+        size = _align(int(budget_bytes * ratio) + 1, REGION_ALIGN_BYTES)
+        self._layouts = layouts
+        self._used = 0
+        try:
+            self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+            self._host = streams.host_buffer(size) if device.type != "cpu" else self._buffer
+        except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+            raise EnvironmentFault(f"staging of {size} bytes cannot be allocated on {device}: {error}") from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._buffer.numel()
+
+    def take(self, layer: LayerRef) -> Region:
+        """Room for one expert of a layer. Raises InvalidInputError when the buffer is full (the budget was checked before)."""
+        layout = self._layouts[layer]
+        if self._used + layout.num_bytes > self._buffer.numel():
+            raise InvalidInputError(
+                f"staging of {self._buffer.numel()} bytes is full: {self._used} used, {layout.num_bytes} wanted"
+            )
+        span = slice(self._used, self._used + layout.num_bytes)
+        self._used = _align(span.stop, REGION_ALIGN_BYTES)
+        return Region(self._buffer[span], self._host[span])
+
+    def clear(self) -> None:
+        """Take all regions back; nothing may write to them or read from them any more."""
+        self._used = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Room for one packed expert: on the weights' device, and the same bytes on the host (one and the same on a CPU)."""
+
+    device: torch.Tensor
+    host: torch.Tensor
