@@ -17,6 +17,7 @@ from eplb_service.rpc.channel import CLIENT_OPTIONS, DEFAULT_PORT, TlsFiles, cli
 from eplb_service.rpc.status import error_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
+DEFAULT_PLANNER = f"127.0.0.1:{DEFAULT_PORT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,22 @@ def sync_channel(address: str, tls_ca: Path | None) -> grpc.Channel:
     return grpc.secure_channel(target, client_credentials(TlsFiles(ca=tls_ca)), options=CLIENT_OPTIONS)
 
 
+@contextmanager
+def planner_client(address: str | None, *, timeout_s: float, tls_ca: str | None = None) -> Iterator[PlannerClient]:
+    """A client for as long as the context lasts; without an address the default one."""
+    address = address or DEFAULT_PLANNER
+    with sync_channel(address, Path(tls_ca) if tls_ca else None) as channel:
+        admin = admin_pb2_grpc.AdminServiceStub(channel)
+        yield PlannerClient(address, timeout_s, admin, placement_pb2_grpc.PlacementServiceStub(channel))
+
+
 def planner_options(command: Command) -> Command:
     """Adds `--planner`, `--timeout`, `--tls-ca`; the command gets an open `client`."""
 
     @click.option(
         "--planner",
         envvar="EPLB_PLANNER",
-        default=f"127.0.0.1:{DEFAULT_PORT}",
+        default=DEFAULT_PLANNER,
         show_default=True,
         metavar="HOST:PORT",
         help="Planner to talk to (environment: EPLB_PLANNER).",
@@ -66,10 +76,7 @@ def planner_options(command: Command) -> Command:
     @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
     @wraps(command)
     def with_client(*args: Any, planner: str, timeout: float, tls_ca: str | None, **kwargs: Any) -> Any:
-        with sync_channel(planner, Path(tls_ca) if tls_ca else None) as channel:
-            client = PlannerClient(
-                planner, timeout, admin_pb2_grpc.AdminServiceStub(channel), placement_pb2_grpc.PlacementServiceStub(channel)
-            )
+        with planner_client(planner, timeout_s=timeout, tls_ca=tls_ca) as client:
             return command(*args, client=client, **kwargs)
 
     return with_client  # type: ignore[return-value]
