@@ -7,7 +7,9 @@ negative controls: each breaks one rule of a flip, and whoever checks tokens or 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 
 from agent.engine.port import EngineDescription, EnginePort, RoutingTables, SlotTensor
 from agent.engine.reference.config import RankConfig
-from agent.engine.reference.engine import LoadedStatus, StepHook
+from agent.engine.reference.engine import LoadedStatus, NoHook, StepHook
 from agent.engine.reference.model import ServedModel, resolve
 from eplb_service.ids import LayerRef
 from eplb_service.placement import Int32Array, logical_to_physical
@@ -90,6 +92,13 @@ def write_tables(tables: RoutingTables, row: Int32Array, num_logical: int, width
 
 def scripted(port: EnginePort, config: RankConfig) -> StepHook:
     return ScriptedHook(port, cast("ServedModel", resolve(config.fleet.model_factory)()))
+
+
+def writes_environment(port: EnginePort, config: RankConfig) -> StepHook:
+    """No hook; leaves what its process was told."""
+    seen = f"{os.environ.get('EPLB_TEST_NAME')} {os.environ.get('EPLB_FAILPOINTS')}"
+    (Path(config.fleet.run_directory) / f"environment-{config.position}").write_text(seen)
+    return NoHook()
 
 
 # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -197,6 +197,44 @@ def test_a_broken_flip_shows_in_tokens_and_in_what_ranks_say(fault: str) -> None
     assert {i: answer.tokens for i, answer in answers.items()} != expected("uneven", requests, NEW_TOKENS)
 
 
+def test_a_fleet_whose_agent_process_is_missing_serves_as_loaded() -> None:
+    requests = spread(range(4), 2)
+    with tempfile.TemporaryDirectory(prefix="eplb-") as directory:
+        nobody = f"{directory}/no-agent.sock"
+        with launch_ranks(
+            fleet_config(
+                directory,
+                model="uneven",
+                num_ranks=2,
+                hook_sockets=(nobody, nobody),
+                hook_options={"idle_after_s": 0.5},
+                log_to_files=True,
+            )
+        ) as fleet:
+            answers = serve(clients_of(fleet), requests, NEW_TOKENS)
+            fleet.stop(timeout_s=WAIT_S)
+        assert "Traceback" not in (Path(directory) / "rank-0.log").read_text()
+    assert {i: answer.tokens for i, answer in answers.items()} == expected("uneven", requests, NEW_TOKENS)
+    assert {generation for answer in answers.values() for generation in answer.generations} == {(0, 0)}
+
+
+def test_variables_reach_the_ranks_that_they_are_meant_for() -> None:
+    failpoints = {1: {"EPLB_FAILPOINTS": "never-mind"}}
+    with tempfile.TemporaryDirectory(prefix="eplb-") as directory:
+        config = fleet_config(
+            directory,
+            model="uneven",
+            num_ranks=2,
+            environment={"EPLB_TEST_NAME": "all"},
+            rank_environments=failpoints,
+            hook_factory="tests.integration.reference_doubles:writes_environment",
+        )
+        with launch_ranks(config) as fleet:
+            fleet.stop(timeout_s=WAIT_S)
+        assert (Path(directory) / "environment-0").read_text() == "all None"
+        assert (Path(directory) / "environment-1").read_text() == "all never-mind"
+
+
 def test_a_draining_rank_finishes_what_it_has_and_rejects_the_rest() -> None:
     with running_fleet(model="uneven", num_ranks=2) as fleet:
         clients = clients_of(fleet)
@@ -290,7 +328,8 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     [
         ("nothing_of_this_name", 0, "has no 'nothing_of_this_name'"),
         (
-            {"model": "uneven", "slots_per_rank": 4},
+            "uneven",
+            4,
             "10 experts do not fit 2 ranks x 4 slots = 8; use at least 5 slots per rank",
         ),
         ("differs_by_process", 0, "give all ranks the same weights"),

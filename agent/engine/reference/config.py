@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import DeploymentId, Phase, RankId
@@ -27,6 +29,10 @@ class FleetConfig:
         hook_factory: `module:callable`, called as (port, rank config), that makes the hook in place of the real one.
             For tests: doubles, and negative controls that wrap the port.
         vote_period, window_steps, staging_bytes: K, W and the staging budget, handed to the hook.
+        hook_options: Further fields of `HookConfig`, by name.
+        environment, rank_environments: Variables set in all rank processes, or in those at some positions, before anything
+            else happens. Ranks fork from a server process: what the launcher sets after its first launch does not reach them.
+        log_to_files: Whether ranks write their output to `log_file` in place of the launcher's terminal.
         batch_max: Most requests of one rank in one step.
         queue_max: Most requests that wait at one rank; more are refused.
         prefill_tokens_max: Prompt tokens that one step of one rank takes up; a longer prompt goes alone.
@@ -53,6 +59,10 @@ class FleetConfig:
     vote_period: int = 4
     window_steps: int = 32
     staging_bytes: int = 16 << 20
+    hook_options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    rank_environments: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    log_to_files: bool = False
     batch_max: int = 8
     queue_max: int = 256
     prefill_tokens_max: int = 256
@@ -127,3 +137,13 @@ class RankConfig:
     def reason_file(self) -> Path:
         """Where it writes why it stopped, when that was not asked for."""
         return Path(self.fleet.run_directory) / f"rank-{self.rank_id}.reason"
+
+    @property
+    def log_file(self) -> Path:
+        """Where its output goes with `log_to_files`."""
+        return Path(self.fleet.run_directory) / f"rank-{self.rank_id}.log"
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Variables to set in its process."""
+        return {**self.fleet.environment, **self.fleet.rank_environments.get(self.position, {})}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import secrets
 import signal
@@ -47,6 +48,8 @@ def run_rank(config: RankConfig, launcher: Connection) -> None:
         launcher: Gets LOADED, JOINED and READY; when its other end closes, the launcher is gone and so is this rank.
     """
     die_with_parent()
+    os.environ.update(config.environment)
+    open_log(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the launcher decides
     try:
         server = start_rank(config, launcher.send)
@@ -76,6 +79,18 @@ def die_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         os._exit(ExitCode.STOPPED)
+
+
+def open_log(config: RankConfig) -> None:
+    """Send what this process says to its log file, if it has one, and give log lines the name of the rank."""
+    if config.fleet.log_to_files:
+        descriptor = os.open(config.log_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+    level = logging.INFO if config.fleet.log_to_files else logging.WARNING
+    logging.basicConfig(level=level, format=f"%(asctime)s rank-{config.rank_id} %(levelname)s %(message)s", force=True)
 
 
 def start_rank(config: RankConfig, report: Callable[[str], None]) -> RankServer:
@@ -221,5 +236,6 @@ def make_hook(config: RankConfig, port: ReferencePort) -> StepHook:
             staging_bytes=fleet.staging_bytes,
             vote_period=fleet.vote_period,
             window_steps=fleet.window_steps,
+            **fleet.hook_options,
         ),
     )
