@@ -25,6 +25,12 @@ from eplb_service.policy.repair import repair_row
 STEPS_PER_LAYER = 200
 """Exchanges tried for one layer when the problem gives no work budget."""
 
+GOOD_ENOUGH = 1.001
+"""Height over its lower bound at which no other allotment of copies is tried."""
+
+TRIAL_WORK = 200_000
+"""Bound on other allotments tried for one part, in slots x ranks each: many for small layers, few for large ones."""
+
 RELATIVE_GAIN_MIN = 1e-9
 """A new row must be better than the current one by more than rounding, else the current one stays."""
 
@@ -94,11 +100,16 @@ def plan_row(
 ) -> npt.NDArray[np.int32]:
     """A row for one layer: every part (a node with its expert groups, or everything) planned by itself. Returns shape (P,)."""
     current_slots = current.reshape(limits.usable.shape)
-    bins = np.full(limits.usable.shape, -1, np.int32)
-    for ranks, experts in layout.parts(current, load):
-        part = plan_part(load[experts], limits.room[ranks], limits.capacity[ranks], limits, steps_max)
-        bins[ranks] = np.where(part >= 0, experts[part], -1)
-    matched = kernels.match_ranks(bins, current_slots, layout.kinds, load.size)
+    best, lowest = np.full(limits.usable.shape, -1, np.int32), np.inf
+    for parts in layout.alternatives(current, load):
+        bins = np.full(limits.usable.shape, -1, np.int32)
+        for ranks, experts in parts:
+            part = plan_part(load[experts], limits.room[ranks], limits.capacity[ranks], limits, steps_max)
+            bins[ranks] = np.where(part >= 0, experts[part], -1)
+        height = float((kernels.loads_of_bins(bins, load) / limits.capacity).max())
+        if height < lowest:
+            best, lowest = bins, height
+    matched = kernels.match_ranks(best, current_slots, layout.kinds, load.size)
     return kernels.align(matched, current_slots, limits.usable).reshape(-1)
 
 
@@ -110,11 +121,14 @@ def plan_part(
     steps_max: int,
 ) -> npt.NDArray[np.int32]:
     """Bins for the experts of one part on its ranks. Load: shape (experts,); room, capacity: shape (ranks,)."""
+    num_slots, width = int(room.sum()), limits.usable.shape[1]
     copies_max = min(limits.copies_max, room.size) if limits.distinct else limits.copies_max
-    copies = kernels.allot_copies(load, int(room.sum()), copies_max)
-    bins = kernels.pack(load, copies, room, capacity, limits.usable.shape[1], limits.distinct)
-    kernels.improve(bins, load, room, capacity, limits.distinct, steps_max)
-    return bins
+    copies = kernels.allot_copies(load, num_slots, copies_max)
+    bins = kernels.pack_and_improve(load, copies, room, capacity, width, limits.distinct, steps_max)
+    hottest = float((load / copies).max() / capacity.max())
+    goal = GOOD_ENOUGH * max(hottest, float(load.sum() / capacity.sum()))
+    trials_max = TRIAL_WORK // (num_slots * room.size)
+    return kernels.vary_copies(load, copies, bins, room, capacity, copies_max, limits.distinct, steps_max, goal, trials_max)
 
 
 def within_move_budget(

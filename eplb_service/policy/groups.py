@@ -81,15 +81,15 @@ class Layout:
             kinds=np.array([index[trait] for trait in traits], np.int64),
         )
 
-    def parts(self, current: npt.NDArray[np.int32], load: npt.NDArray[np.float64]) -> list[Part]:
-        """Parts to plan one by one for a layer. Current row: shape (P,); load: shape (E,).
+    def alternatives(self, current: npt.NDArray[np.int32], load: npt.NDArray[np.float64]) -> list[list[Part]]:
+        """Ways to cut a layer into parts that are planned one by one. Current row: shape (P,); load: shape (E,).
 
-        Groups go to nodes longest first, as many to each; then nodes of equal make-up swap what they got so that most experts
-        stay on their node.
+        Groups go to nodes longest first, as many to each, and, where that is another way, improved by exchanges (which mostly
+        packs better, not always). Nodes of equal make-up swap what they got so that most experts stay on their node.
         """
         serving = np.flatnonzero(self.limits.room > 0)
         if not self.nodes:
-            return [(serving, np.arange(self.num_logical))]
+            return [[(serving, np.arange(self.num_logical))]]
         size = self.num_logical // self.num_groups
         each = self.num_groups // len(self.nodes)
         group_load = load.reshape(self.num_groups, size).sum(axis=1)
@@ -98,11 +98,17 @@ class Layout:
         )
         room = np.full(len(self.nodes), each, np.int64)
         bins = kernels.pack(group_load, np.ones(self.num_groups, np.int64), room, capacity, each, DISTINCT)
-        kernels.improve(bins, group_load, room, capacity, DISTINCT, self.num_groups * len(self.nodes))
-        bins = self._match_nodes(bins, current)
+        ways = [bins]
+        improved = bins.copy()
+        if kernels.improve(improved, group_load, room, capacity, DISTINCT, self.num_groups * len(self.nodes)):
+            ways = [improved, bins]
+        ranks = [serving[self.node_of[serving] == node] for node in self.nodes]
         return [
-            (serving[self.node_of[serving] == node], (np.sort(bins[index])[:, None] * size + np.arange(size)).reshape(-1))
-            for index, node in enumerate(self.nodes)
+            [
+                (ranks[index], (np.sort(groups)[:, None] * size + np.arange(size)).reshape(-1))
+                for index, groups in enumerate(self._match_nodes(way, current))
+            ]
+            for way in ways
         ]
 
     def _match_nodes(self, bins: npt.NDArray[np.int32], current: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -14,7 +14,7 @@ from eplb_service.policy import kernels
 from eplb_service.policy.base import PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
 from eplb_service.policy.greedy import LayerPlan, height_of, plan_layers, within_move_budget
-from eplb_service.policy.groups import Layout
+from eplb_service.policy.groups import Layout, Part
 from eplb_service.policy.limits import Limits, limits_of
 from eplb_service.policy.packing_model import VARIABLES_MAX, num_variables, part_of, solve_part
 
@@ -107,11 +107,10 @@ def _is_distinct(bins: npt.NDArray[np.int32]) -> bool:
 def _solve_layer(search: _Search, layer: int, work: float) -> None:
     """Try to better one layer's row, part by part, and to prove it."""
     limits, load, table = search.limits, search.loads[layer], search.problem.current
-    current = table.physical_to_logical[layer]
     known = _as_bins(search.row(layer), limits)
     if not _is_distinct(known):
         return
-    parts = search.layout.parts(current, load)
+    parts = _parts_of(search, known)
     bins, proven_bound = known.copy(), 0.0
     for ranks, experts in parts:
         index = np.full(table.num_logical + 1, -1, np.int64)
@@ -119,11 +118,11 @@ def _solve_layer(search: _Search, layer: int, work: float) -> None:
         hint = index[known[ranks]].astype(np.int32)
         part = part_of(load[experts], ranks, limits)
         height = float((kernels.loads_of_bins(hint, part.load) / part.capacity).max())
-        if (index[known[ranks]] != known[ranks]).any() and len(parts) > 1 and (hint[known[ranks] >= 0] < 0).any():
-            return  # the row groups experts otherwise than this layout; there is nothing to start from
-        if num_variables(part, height) > VARIABLES_MAX or search.seconds_left <= 0:
-            search.cut_off |= search.seconds_left <= 0
-            return
+        if num_variables(part, height) > VARIABLES_MAX:
+            continue
+        if search.seconds_left <= 0:
+            search.cut_off = True
+            break
         solution = solve_part(part, hint, height, work=work, time_limit_s=search.seconds_left, seed=search.problem.seed)
         search.seconds_left -= solution.wall_s
         search.cut_off |= solution.cut_off
@@ -133,6 +132,20 @@ def _solve_layer(search: _Search, layer: int, work: float) -> None:
     if len(parts) == 1 and limits.distinct:
         search.bounds[layer] = max(search.bounds[layer], min(proven_bound, search.heights[layer]))
     _take_if_better(search, layer, bins)
+
+
+def _parts_of(search: _Search, bins: npt.NDArray[np.int32]) -> list[Part]:
+    """The parts that a legal packing consists of: what each node holds when groups matter, else everything."""
+    serving = np.flatnonzero(search.limits.room > 0)
+    if not search.layout.nodes:
+        return [(serving, np.arange(search.problem.current.num_logical))]
+    node_of = search.layout.node_of
+    parts = []
+    for node in search.layout.nodes:
+        ranks = serving[node_of[serving] == node]
+        held = np.unique(bins[ranks])
+        parts.append((ranks, held[held >= 0].astype(np.int64)))
+    return parts
 
 
 def _take_if_better(search: _Search, layer: int, bins: npt.NDArray[np.int32]) -> None:

@@ -218,6 +218,74 @@ def improve(  # noqa: C901  # one search over pairs of slots; calls cost in its 
 
 
 @compiled
+def pack_and_improve(
+    load: Float64Array,
+    copies: Int64Array,
+    room: Int64Array,
+    capacity: Float64Array,
+    width: int,
+    distinct: bool,
+    steps_max: int,
+) -> Int32Array:
+    """Bins for an allotment of copies."""
+    bins = pack(load, copies, room, capacity, width, distinct)
+    improve(bins, load, room, capacity, distinct, steps_max)
+    return bins
+
+
+@compiled
+def vary_copies(
+    load: Float64Array,
+    copies: Int64Array,
+    bins: Int32Array,
+    room: Int64Array,
+    capacity: Float64Array,
+    copies_max: int,
+    distinct: bool,
+    steps_max: int,
+    goal: float,
+    trials_max: int,
+) -> Int32Array:
+    """Give a copy of some replicated expert to one of the busiest rank's experts, pack anew, keep what is best; until `goal`.
+
+    Allotting by the hottest copy alone is blind to packing: with few slots a rank, some other allotment packs better.
+    """
+    chosen_copies = copies.copy()
+    trials = 0
+    rank_load = loads_of_bins(bins, load)
+    top = busiest(rank_load, capacity)
+    height = rank_load[top] / capacity[top]
+    while height > goal and trials < trials_max:
+        best = height * (1.0 - 1e-9)
+        best_bins = bins
+        best_gains = best_gives = -1
+        for slot in range(bins.shape[1]):
+            gains = bins[top, slot]
+            if gains < 0 or chosen_copies[gains] >= copies_max:
+                continue
+            for gives in range(load.size):
+                if gives == gains or chosen_copies[gives] < 2 or trials >= trials_max:
+                    continue
+                trials += 1
+                varied = chosen_copies.copy()
+                varied[gains] += 1
+                varied[gives] -= 1
+                other = pack_and_improve(load, varied, room, capacity, bins.shape[1], distinct, steps_max)
+                other_height = (loads_of_bins(other, load) / capacity).max()
+                if other_height < best:
+                    best, best_bins, best_gains, best_gives = other_height, other, gains, gives
+        if best_gains < 0:
+            break
+        chosen_copies[best_gains] += 1
+        chosen_copies[best_gives] -= 1
+        bins = best_bins
+        rank_load = loads_of_bins(bins, load)
+        top = busiest(rank_load, capacity)
+        height = rank_load[top] / capacity[top]
+    return bins
+
+
+@compiled
 def cheapest_matching(cost: Int64Array) -> Int64Array:  # noqa: C901  # the method as published, in one place
     """Column of each row in a matching of least total cost. Cost: square, shape (n, n).
 

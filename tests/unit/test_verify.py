@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import InvalidInputError, PolicyFailedError
+from eplb_service.ids import RankId
+from eplb_service.placement import Table
+from eplb_service.policy.base import Constraints, PlanningProblem, Proposal, RawPlan
+from eplb_service.policy.bounds import imbalance_bounds
+from eplb_service.policy.verify import verify
+from eplb_service.topology import Topology
+
+RANKS = tuple(RankId(rank) for rank in (7, 3))
+CURRENT = Table("m", (3, 9), 3, RANKS, np.array([[0, 1, 2, 0], [0, 1, 2, 0]], np.int32))
+LOADS = np.array([[[30.0, 20, 10], [10, 10, 10]]])
+NEW = [[0, 2, 1, 0], [0, 1, 2, 1]]
+
+
+def problem_with(**changes: Any) -> PlanningProblem:
+    constraints = changes.pop("constraints", Constraints())
+    topology = changes.pop("topology", Topology(RANKS, ("a", "b")))
+    return PlanningProblem(
+        loads=LOADS, topology=topology, current=CURRENT, constraints=constraints, expert_bytes=(5, 6), **changes
+    )
+
+
+def check(raw: object, problem: PlanningProblem | None = None) -> Proposal:
+    return verify(problem or problem_with(), raw, policy="p", solve_s=0.5)
+
+
+def of(rows: npt.ArrayLike, **claims: Any) -> RawPlan:
+    return RawPlan(physical_to_logical=np.array(rows), **claims)
+
+
+def test_proposal_is_computed_not_believed() -> None:
+    proposal = check(of(NEW, status="feasible", lower_bound=(1.0, 1.0)))
+    assert proposal.predicted.per_layer == pytest.approx((35 / 30, 15 / 15))
+    assert proposal.before.per_layer == pytest.approx((35 / 30, 15 / 15))
+    assert (proposal.moves.experts, proposal.moves.move_bytes) == (3, 16)
+    assert (proposal.policy, proposal.status, proposal.solve_s, proposal.cut_off) == ("p", "feasible", 0.5, False)
+    assert proposal.placement.layer_ids == (3, 9)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (42, "a int instead of a RawPlan"),
+        (RawPlan(physical_to_logical=[[0]]), "a list instead of an array"),  # type: ignore[arg-type]
+        (of(np.array(NEW) * 1.0), "float64; expert ids are integers"),
+        (of(np.array([[0, np.nan, 1, 0], [0, 1, 2, 1]])), "holds NaN"),
+        (of(np.array(NEW, object)), "object"),
+        (of([NEW[0]]), r"shape \(1, 4\); expected 2 layers x 4 slots"),
+        (of([NEW[0], [0, 1, 2, 3]]), "layer 9 slot 3 holds expert 3; ids run from 0 to 2"),
+        (of([NEW[0], [0, 1, 2, -2]]), "layer 9 slot 3 holds expert -2"),
+        (of([[0, 1, 1, 0], NEW[1]]), "layer 3: expert 2 has no slot"),
+        (of([NEW[0], [0, 0, 1, 2]]), "layer 9: rank position 0 holds expert 0 twice"),
+        (of(NEW, status=7), "status 7"),
+        (of(NEW, cut_off="no"), "cut_off 'no'"),
+        (of(NEW, lower_bound=(1.0,)), "1 lower bounds for 2 layers"),
+        (of(NEW, lower_bound=(1.5, 1.0)), "layer 3: claims that no placement is below 1.5, its own plan has 1.1666"),
+        (of(NEW, lower_bound=(float("nan"), 1.0)), "layer 3: claims that no placement is below nan"),
+    ],
+)
+def test_nonsense_is_refused_with_layer_slot_and_numbers_vllm_23243(raw: object, message: str) -> None:
+    with pytest.raises(PolicyFailedError, match=message):
+        check(raw)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": Topology(RANKS, ("a", "b"), None, frozenset({RankId(3)}))}, "3 experts do not fit 2 usable slots"),
+        ({"constraints": Constraints(unusable_slots=frozenset({(3, 1)}))}, "layer 3: rank position 1 slot 1 holds expert 0"),
+        ({"constraints": Constraints(max_replicas=1)}, "layer 3: expert 0 has 2 replicas; at most 1"),
+        ({"constraints": Constraints(max_moves=2)}, "3 moves; at most 2 are allowed"),
+    ],
+)
+def test_constraints_are_checked(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((PolicyFailedError, InvalidInputError), match=message):
+        check(of(NEW), problem_with(**changes))
+
+
+def test_dead_rank_is_refused_by_layer_and_slot() -> None:
+    topology = Topology((*RANKS, RankId(5)), ("a", "b", "b"), None, frozenset({RankId(5)}))
+    current = Table("m", (3,), 3, topology.rank_ids, np.array([[0, 1, 2, 0, 1, 2]], np.int32))
+    problem = PlanningProblem(loads=LOADS[:, :1], topology=topology, current=current)
+    with pytest.raises(PolicyFailedError, match="layer 3: rank position 2 slot 0 holds expert 1 but is dead"):
+        check(of([[0, 1, 2, 0, 1, -1]]), problem)
+    assert check(of([[0, 1, 2, 0, -1, -1]]), problem).moves.experts == 0
+
+
+def test_unchanged_row_may_keep_the_duplicates_it_has() -> None:
+    stacked = CURRENT.with_rows({3: np.array([0, 0, 1, 2])})
+    problem = replace(problem_with(), current=stacked)
+    assert check(of([[0, 0, 1, 2], NEW[1]]), problem).placement.row(3).tolist() == [0, 0, 1, 2]
+    with pytest.raises(PolicyFailedError, match="twice"):
+        check(of([[1, 1, 0, 2], NEW[1]]), problem)
+
+
+def test_groups_spread_over_nodes_are_refused() -> None:
+    current = Table("m", (0,), 4, RANKS, np.array([[0, 1, 2, 3]], np.int32))
+    problem = PlanningProblem(
+        loads=np.ones((1, 1, 4)), topology=Topology(RANKS, ("a", "b")), current=current, constraints=Constraints(num_groups=2)
+    )
+    assert check(of([[2, 3, 0, 1]]), problem).moves.experts == 4
+    with pytest.raises(PolicyFailedError, match="expert group 0 of 2 is spread"):
+        check(of([[0, 2, 1, 3]]), problem)
+
+
+def test_moves_are_not_limited_when_starting_from_nothing() -> None:
+    assert check(of(NEW), problem_with(constraints=Constraints(max_moves=0), from_nothing=True)).moves.experts == 3
+
+
+def test_bound_under_nearest_dispatch_is_only_the_mean() -> None:
+    loads = np.array([[[100.0, 1, 1], [1, 1, 1]]])
+    even = replace(problem_with(), loads=loads)
+    assert imbalance_bounds(even)[0] == 1.0
+    three = replace(even, constraints=Constraints(max_replicas=1))
+    assert imbalance_bounds(three)[0] == pytest.approx(100 / 51)
+    assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == 1.0
