@@ -12,6 +12,7 @@ from pathlib import Path
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import CostModel, GateConfig
+from eplb_service.rollout_events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
 
@@ -45,6 +46,9 @@ class StoreConfig:
     address: str = setting(EMBEDDED, "`embedded` (a server of our own in data_dir), redis://…, rediss://… or unix://…")
     data_dir: str = setting("eplb-data", "directory of the embedded store")
     password: str | None = setting(None, "password of the store; wins over one in the address", kind=str, secret=True)
+    owner: str | None = setting(
+        None, "name of this planner; one that restarts with the same name need not wait for its lease", kind=str
+    )
     lease_s: float = setting(10.0, "how long a planner leads without a sign of life", unit="s", low=1.0, high=3600.0)
 
 
@@ -87,15 +91,31 @@ class CostSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutSettings:
-    """Deadlines of a rollout; durations on the receiver's clock."""
+class RolloutConfig:
+    """Deadlines of a rollout; see `rollout_events.RolloutSettings`."""
 
-    hello_timeout_s: float = setting(10.0, "longest wait for a rank to say what is live", unit="s", above=0.0, high=3600.0)
-    stage_timeout_s: float = setting(30.0, "longest time to copy a chunk's weights aside", unit="s", above=0.0, high=3600.0)
-    arm_ttl_s: float = setting(10.0, "how long a rank stays armed without a flip", unit="s", above=0.0, high=3600.0)
-    back_off_s: float = setting(1.0, "first pause after an aborted chunk; doubled each time", unit="s", above=0.0, high=3600.0)
-    attempts: int = setting(4, "aborted tries of a chunk before the generation is stopped", low=1, high=100)
-    rank_silence_s: float = setting(10.0, "silence after which a rank counts as away", unit="s", above=0.0, high=3600.0)
+    hello_timeout_s: float = setting(10.0, "wait for a rank to say what is live, before it is asked again", unit="s", above=0.0)
+    stage_timeout_s: float = setting(60.0, "longest time to copy a chunk's weights aside", unit="s", above=0.0)
+    arm_ttl_s: float = setting(20.0, "how long a rank stays armed without a flip", unit="s", above=0.0)
+    slowest_step_s: float = setting(1.0, "longest step of the engine that is still healthy", unit="s", above=0.0)
+    disarm_timeout_s: float = setting(10.0, "wait for a chunk to be withdrawn, before it is asked again", unit="s", above=0.0)
+    hold_timeout_s: float = setting(120.0, "how long a chunk waits for ranks that are away", unit="s", above=0.0)
+    backoff_s: float = setting(1.0, "first pause after an aborted chunk; doubled each time", unit="s", above=0.0)
+    backoff_max_s: float = setting(30.0, "longest pause after an aborted chunk", unit="s", above=0.0)
+    tries_max: int = setting(4, "tries of a chunk before the generation is stopped", low=1, high=100)
+    layers_per_chunk_max: int | None = setting(None, "most layers in a chunk; as staging allows if not given", kind=int, low=1)
+    rank_silence_s: float = setting(10.0, "silence after which a rank is shown as away", unit="s", above=0.0)
+    resume_age_s: float = setting(600.0, "a rollout begun longer ago is not resumed by a new leader", unit="s", low=0.0)
+
+    def settings(self) -> RolloutSettings:
+        """For `Rollout`."""
+        return RolloutSettings(
+            **{
+                part.name: getattr(self, part.name)
+                for part in fields(self)
+                if part.name not in ("rank_silence_s", "resume_age_s")
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +158,7 @@ class ServeConfig:
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     gate: GateSettings = field(default_factory=GateSettings)
     cost: CostSettings = field(default_factory=CostSettings)
-    rollout: RolloutSettings = field(default_factory=RolloutSettings)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     solver: SolverSettings = field(default_factory=SolverSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     log: LogSettings = field(default_factory=LogSettings)

@@ -87,3 +87,9 @@ async def reach_async(name: str) -> None:
     point = _take(name)
     while point is not None and point.file.exists():  # noqa: ASYNC110  # another process removes the file
         await asyncio.sleep(POLL_S)
+
+
+def check() -> None:
+    """Read the variable now, so that a mistake in it ends the start and not something later. Raises InvalidInputError."""
+    global _armed  # noqa: PLW0603  # as above
+    _armed = parse(os.environ.get(VARIABLE, ""))

@@ -95,7 +95,7 @@ class Leading:
                 reason = str(error)
             except EplbError as error:
                 reason = str(error)
-            except Exception as error:  # a bug must not leave a deployment without a planner for ever
+            except Exception as error:  # noqa: BLE001  (a bug must not leave a deployment without a planner for ever)
                 self._log.exception("lead.failed")
                 reason = f"{type(error).__name__} inside the planner; see its log"
             self._leadership = None
@@ -147,5 +147,3 @@ class Leading:
             except EnvironmentFault as error:
                 # Nobody can lead while the store is away; whoever leads after it came back fences our writes.
                 self._on_health(str(error))
-
-

@@ -24,8 +24,8 @@ from eplb_service.topology import LinkKind
 class Solver(Protocol):
     """Runs policies where they cannot hold up the planner."""
 
-    async def solve(self, problem: PlanningProblem, *, policy: str) -> Proposal:
-        """A verified proposal. Raises NotFoundError, InvalidInputError, PolicyFailedError, DeadlineError."""
+    async def solve(self, problem: PlanningProblem, policy: str, deadline_s: float) -> Proposal:
+        """A verified proposal. Raises NotFoundError, InvalidInputError, PolicyFailedError, EnvironmentFault."""
         ...
 
 
@@ -130,12 +130,12 @@ def chunks_between(live: Placement, target: Placement, group: Group, layers_max:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposer:
-    """Makes decisions. time_limit_s: of one table's plan."""
+    """Makes decisions. deadline_s: hard stop of one table's plan."""
 
     solver: Solver
     gate: GateConfig
     seed: int
-    time_limit_s: float
+    deadline_s: float
     layers_per_chunk_max: int | None = None
 
     async def propose(
@@ -154,9 +154,9 @@ class Proposer:
                 constraints=Constraints(max_replicas=group.replica_table_width),
                 expert_bytes=_expert_bytes(table, group.expert_bytes),
                 seed=self.seed,
-                time_limit_s=self.time_limit_s,
+                time_limit_s=self.deadline_s,
             )
-            proposal = await self.solver.solve(problem, policy=policy)
+            proposal = await self.solver.solve(problem, policy, self.deadline_s)
             evidence.append(TableEvidence(loads=loads, current=table, proposal=proposal))
         return self._decide(group, live, window, policy, tuple(evidence), generation_age_s)
 

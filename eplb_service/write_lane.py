@@ -201,5 +201,3 @@ def _retrieved(future: asyncio.Future[None]) -> None:
     """A waiter that was cancelled leaves its exception: looked at here, so that asyncio does not complain."""
     if not future.cancelled():
         future.exception()
-
-

@@ -10,6 +10,7 @@ import pytest
 from eplb_service.config import ServeConfig, load_config
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import GateConfig
+from eplb_service.rollout_events import RolloutSettings
 from eplb_service.settings import settings_of
 
 COST = {
@@ -52,6 +53,10 @@ def test_every_setting_says_what_it_is_and_the_default_obeys_its_own_range() -> 
 
 def test_default_gate_is_that_of_the_gate_module() -> None:
     assert load_config().config.gate_config() == GateConfig()
+
+
+def test_default_rollout_is_that_of_the_rollout_module() -> None:
+    assert load_config().config.rollout.settings() == RolloutSettings()
 
 
 def test_cost_model_reaches_the_gate() -> None:

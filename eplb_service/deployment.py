@@ -1,0 +1,522 @@
+"""One deployment: what its ranks say, what the store knows, what is planned for it and why.
+
+State changes on the event loop without awaiting (see `carrier`); what waits are the lead (`leading`), the writes
+(`write_lane`) and, in `steering`, plans and orders. Questions are answered from memory, so they need neither lead nor store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+
+import structlog
+
+from eplb_service import control
+from eplb_service.agent_link import AgentLink
+from eplb_service.attach import FromAgent
+from eplb_service.carrier import Carrier
+from eplb_service.documents import RolloutDocument, Settings, VerdictRecord
+from eplb_service.errors import ConflictError, DeadlineError, EplbError, FencedError, StoreUnavailableError
+from eplb_service.generation import Generation, GenerationState, LiveMap
+from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
+from eplb_service.leading import Leading
+from eplb_service.ledger import Ledger
+from eplb_service.load_report import Accepted, LoadReport, Refused
+from eplb_service.load_watch import LoadWatch
+from eplb_service.membership import Group
+from eplb_service.placement import Placement
+from eplb_service.planner_context import PlannerContext
+from eplb_service.proposing import Decision
+from eplb_service.rollout_events import (
+    Cancel,
+    Fenced,
+    Finished,
+    LiveChanged,
+    Outcome,
+    Persist,
+    Persisted,
+    PersistFailed,
+    RolloutState,
+    Start,
+)
+from eplb_service.store.base import Leadership
+from eplb_service.telemetry import DeploymentGauges
+from eplb_service.topology import LinkKind
+from eplb_service.window import Windows
+from eplb_service.write_lane import WriteLane
+
+DRAIN_S = 2.0
+HOUSEKEEPING_S = 1.0
+
+
+class Deployment:
+    """The planner of one deployment."""
+
+    def __init__(self, name: DeploymentId, context: PlannerContext) -> None:
+        config = context.config
+        self.name = name
+        self.context = context
+        self.ledger = Ledger(name, context.store, Settings(mode=config.planning.mode, policy=config.planning.policy))
+        self.load = LoadWatch(
+            name,
+            Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
+            lambda outcome: context.metrics.report_answered(name, outcome),
+        )
+        self.carrier = Carrier(name, self, context.clock, self._count_message)
+        self.leading = Leading(
+            name,
+            context.store,
+            self,
+            owner=context.owner,
+            lease_s=config.store.lease_s,
+            new_id=context.new_id,
+            on_health=context.health.note,
+        )
+        self.verdict: VerdictRecord | None = None
+        self.last_error = ""
+        """Why the last rollout or plan came to nothing; empty when it did not."""
+        self.planning = asyncio.Lock()
+        """Held while something is decided and published: one thing at a time."""
+        self.plan_wanted = asyncio.Event()
+        """Set when there may be something new to plan from."""
+        self.rollout_since_s: float | None = None
+        self._lane: WriteLane | None = None
+        self._resumable: Generation | None = None
+        self._observing: GenerationNumber | None = None
+        self._shown: object = None
+        self._changed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._log = structlog.get_logger("eplb.planner").bind(deployment=name)
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Begin to lead and to plan."""
+        self.leading.start()
+        self.context.health.on_back.append(self.plan_wanted.set)
+        self._tasks.append(asyncio.create_task(self._keep_house(), name=f"housekeeping of {self.name}"))
+
+    async def stop(self, timeout_s: float) -> None:
+        """Stop planning, write what waits, give the lead up."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks.clear()
+        with contextlib.suppress(ValueError):
+            self.context.health.on_back.remove(self.plan_wanted.set)
+        await self.leading.stop(timeout_s)
+
+    async def begin(self, leadership: Leadership) -> None:
+        """The lead was taken (`Led`)."""
+        await self.ledger.load()
+        self._lane = WriteLane(
+            self.context.store,
+            leadership,
+            new_id=self.context.new_id,
+            on_health=self.context.health.note,
+            on_fenced=self._fenced,
+        )
+        self._resumable = self.ledger.unfinished()
+        self.rollout_since_s = None
+        self.note("lead.taken", f"epoch {leadership.epoch}")
+        self.carrier.lead(leadership.epoch, self.context.config.rollout.settings())
+        self._announce()
+
+    async def end(self, reason: str) -> None:
+        """The lead was lost, or is given up (`Led`)."""
+        self.note("lead.ended", reason)
+        self.carrier.step_down()
+        self.rollout_since_s = None
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            await lane.close(DRAIN_S)
+        self.load.live_in_motion()
+        self._announce()
+
+    def _fenced(self, reason: str) -> None:
+        """A write was refused: somebody leads with a higher epoch, or the store forgot ours."""
+        epoch = self.leading.epoch
+        self.leading.lose(reason, floor=epoch)
+        self.carrier.feed(Fenced(Epoch(epoch + 1)))
+
+    # ── from agents ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def register(self, registration: control.Registration) -> None:
+        """A rank says what it is. Raises what `Membership` raises."""
+        if len(registration.group_rank_ids) > self.context.config.limits.ranks:
+            raise ConflictError(
+                f"deployment {self.name} names {len(registration.group_rank_ids)} ranks; this planner takes at most"
+                f" {self.context.config.limits.ranks} (limits.ranks)"
+            )
+        self.carrier.register(registration)
+
+    def receive(self, link: AgentLink, message: FromAgent) -> None:
+        """A message on a control stream. Raises what `Carrier.receive` raises."""
+        self.carrier.receive(link, message)
+
+    def detach(self, link: AgentLink, reason: str) -> None:
+        """A control stream ended."""
+        self.carrier.detach(link, reason)
+
+    def report(self, report: LoadReport) -> Accepted | Refused:
+        """A load window of one rank."""
+        answer = self.load.offer(report)
+        if isinstance(answer, Accepted) and answer.closed:
+            self._window_closed(answer)
+        return answer
+
+    def _window_closed(self, closed: Accepted) -> None:
+        self.load.look(self.live)
+        rollout = self.carrier.rollout
+        if self._observing is not None and rollout is not None and rollout.live is not None:
+            observed = self.load.observed(rollout.live, closed, self.context.gate.min_coverage)
+            if observed is not None:
+                generation = self.ledger.generations.get(self._observing)
+                self._observing = None
+                if generation is not None:
+                    self.became(dataclasses.replace(generation, observed=observed))
+                    self._log.info(
+                        "generation.observed",
+                        generation=generation.number,
+                        predicted_worst=round(generation.predicted.worst, 4) if generation.predicted.per_layer else None,
+                        observed_worst=round(observed.worst, 4),
+                    )
+        self.plan_wanted.set()
+
+    def _count_message(self, message: control.FromRank) -> None:
+        metrics = self.context.metrics
+        if isinstance(message, control.Staged):
+            received = message.received
+            links = {
+                LinkKind.SAME_RANK.value: received.same_rank,
+                LinkKind.SAME_NODE.value: received.same_node,
+                LinkKind.CROSS_NODE.value: received.cross_node,
+            }
+            metrics.bytes_received(self.name, links)
+        elif isinstance(message, control.Flipped):
+            metrics.flip_stalled(self.name, message.stall_s)
+
+    # ── what the carrier tells (`Carried`) ───────────────────────────────────────────────────────────────────────────────
+
+    def persist(self, effect: Persist) -> None:
+        """The start of a rollout must be stored before anything of it is sent."""
+        task = asyncio.create_task(self._persist(effect), name=f"start of rollout of {self.name}")
+        self._tasks.append(task)
+        task.add_done_callback(self._tasks.remove)
+
+    async def _persist(self, effect: Persist) -> None:
+        record, lane = effect.record, self._lane
+        generation = self.ledger.generations.get(record.generation)
+        if lane is None or generation is None:
+            self.carrier.feed(PersistFailed(effect.token, "the lead was given up"))
+            return
+        rolling = generation.rolling_out()
+        document = RolloutDocument(
+            epoch=record.epoch,
+            generation=record.generation,
+            digest=record.digest,
+            num_chunks=record.num_chunks,
+            num_layers=record.num_layers,
+        )
+        try:
+            await lane.commit({**self.ledger.rollout_puts(document), **self.ledger.generation_puts(rolling)})
+        except FencedError as error:
+            self.carrier.feed(PersistFailed(effect.token, str(error), fenced_by=Epoch(record.epoch + 1)))
+        except EplbError as error:
+            self.carrier.feed(PersistFailed(effect.token, str(error)))
+        else:
+            if self.ledger.generations.get(record.generation) is generation:
+                self.ledger.keep(rolling)
+            self.carrier.feed(Persisted(effect.token))
+
+    def live_changed(self, effect: LiveChanged) -> None:
+        """The live map is known, or a chunk flipped: recorded behind."""
+        flipped = effect.boundary is not None
+        self._behind(self.ledger.live_puts(effect.live), failpoint="planner.flipped.recorded" if flipped else "")
+        if flipped:
+            self.context.metrics.chunk_ended(self.name, "flipped")
+        else:
+            self.load.live_known(effect.live)
+            self._watch_for_observed(effect.live)
+        self._log.info("live.changed", generation=effect.live.newest_generation, boundary=effect.boundary, reason=effect.reason)
+        self.load.look(effect.live)
+        self.plan_wanted.set()
+        self._announce()
+
+    def rollout_finished(self, effect: Finished) -> None:
+        """A rollout ended: recorded behind."""
+        generation = self.ledger.generations.get(effect.generation)
+        active = effect.outcome is Outcome.ACTIVE
+        self._log.log(
+            20 if active else 30,
+            "rollout.finished",
+            generation=effect.generation,
+            outcome=effect.outcome.value,
+            reason=effect.reason,
+            seconds=round(effect.seconds, 3),
+        )
+        self.note("rollout.finished", f"generation {effect.generation} {effect.outcome.value}: {effect.reason}")
+        self.last_error = "" if active else f"generation {effect.generation}: {effect.reason}"
+        self.rollout_since_s = None
+        if self.carrier.rollout is not None and self.carrier.rollout.live is not None:
+            self.load.live_known(self.carrier.rollout.live)
+        if generation is None:
+            return
+        if active:
+            self._became_active(generation, effect)
+        else:
+            stopped = generation.stopped(effect.reason, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds)
+            self.became(stopped)
+        self.context.metrics.generation_ended(
+            self.name, "active" if active else "stopped", generation.moves.experts if active else 0
+        )
+        self._announce()
+
+    def _became_active(self, generation: Generation, effect: Finished) -> None:
+        for number in sorted(self.ledger.generations):
+            other = self.ledger.generations[number]
+            if number < generation.number and other.state in (GenerationState.ACTIVE, GenerationState.STOPPED):
+                self.became(other.superseded())
+        now_s = self.context.clock.wall()
+        self.became(generation.active(at_s=now_s, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds))
+        self._observing = generation.number
+
+    def _watch_for_observed(self, live: LiveMap) -> None:
+        """After a restart: the live generation may still lack what was observed under it."""
+        generation = self.ledger.generations.get(live.newest_generation)
+        if generation is not None and generation.state is GenerationState.ACTIVE and generation.observed is None:
+            self._observing = generation.number if live.placement.digest() == generation.digest else None
+
+    def outranked(self, epoch: Epoch) -> None:
+        """Ranks (or the store) saw a higher epoch: lead anew above it, if the lead is free."""
+        self.leading.lose(f"ranks have seen epoch {epoch}", floor=epoch)
+
+    def machine_failed(self, reason: str) -> None:
+        """The rollout machine broke: lead anew with a fresh one, which asks the ranks what is live."""
+        self.last_error = reason
+        self._log.error("rollout.machine_failed", reason=reason)
+        self.leading.lose(reason)
+
+    def noted(self, event: str, text: str, chunk_id: int, rank_id: int | None) -> None:
+        """For the journal; the chunk's own events are also logged."""
+        if event == "chunk.aborted":
+            self.context.metrics.chunk_ended(self.name, "aborted")
+        self._log.info(event, chunk=f"{chunk_id:#x}" if chunk_id else None, rank=rank_id, text=text)
+        self.note(event, text, chunk=chunk_id or None, rank=rank_id)
+
+    def progressed(self) -> None:
+        """The machine may have become free: resume what a predecessor left unfinished."""
+        progress = self.carrier.progress
+        if progress is not None and progress.generation is not None and self.rollout_since_s is None:
+            self.rollout_since_s = self.context.clock.monotonic()
+        if self._resumable is not None and self.is_free:
+            generation, self._resumable = self._resumable, None
+            self._resume(generation)
+        shown = None if progress is None else (progress.state, progress.generation, progress.chunks_done, self.is_free)
+        if shown != self._shown:
+            self._shown = shown
+            self.plan_wanted.set()
+            self._announce()
+
+    def group_changed(self, group: Group | None) -> None:
+        """A group formed, or is no more."""
+        self.load.group_changed(group)
+        self._observing = None
+        self.note("group.changed", f"group {group.group_id} of {len(group.rank_ids)} ranks" if group else "no group")
+
+    def _resume(self, generation: Generation) -> None:
+        """Carry on with the layers of a generation that are not live yet, or say why not."""
+        rollout, live = self.carrier.rollout, self.live
+        if rollout is None or live is None:
+            return
+        age_s = self.context.clock.wall() - generation.created_at_s
+        why = ""
+        if self.ledger.settings.paused:
+            why = "the deployment is paused"
+        elif not _same_shape(live.placement, generation.placement):
+            why = "the group has other ranks, layers or slots now"
+        elif rollout.generation_floor > generation.number:
+            why = f"ranks have seen generation {rollout.generation_floor}"
+        elif age_s > self.context.config.rollout.resume_age_s:
+            why = f"it was decided {age_s:.0f} s ago, at most {self.context.config.rollout.resume_age_s:.0f} s are allowed"
+        if why:
+            self._log.warning("rollout.dropped", generation=generation.number, reason=why)
+            self.note("rollout.dropped", f"generation {generation.number}: {why}")
+            self.became(generation.stopped(f"not resumed by the new leader: {why}"))
+            return
+        self._log.info("rollout.resumed", generation=generation.number, epoch=self.leading.epoch)
+        self.note("rollout.resumed", f"generation {generation.number}")
+        self.begin_rollout(generation)
+
+    # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def live(self) -> LiveMap | None:
+        """What ranks route by as far as known; the last known map while they cannot be asked."""
+        rollout = self.carrier.rollout
+        return rollout.live if rollout is not None and rollout.live is not None else self.ledger.live
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the live map is known and nothing is being rolled out."""
+        rollout = self.carrier.rollout
+        return rollout is not None and rollout.live is not None and rollout.state is RolloutState.IDLE
+
+    def state(self) -> tuple[str, str]:
+        """One word and a sentence: waiting, syncing, ready, rolling_out, inconsistent or observe_only."""
+        rollout, group = self.carrier.rollout, self.carrier.group
+        if self.carrier.alarm:
+            return "inconsistent", self.carrier.alarm
+        if rollout is None:
+            return "waiting", f"this planner does not lead: {self.leading.why_not}"
+        if group is None:
+            return "waiting", self.carrier.waiting_reason
+        progress = rollout.progress()
+        ranks = ", ".join(map(str, progress.waiting_for))
+        if rollout.state is RolloutState.INCONSISTENT:
+            return "inconsistent", progress.last_error or "ranks route by different maps"
+        if rollout.live is None:
+            return "syncing", f"asking what is live; waiting for rank {ranks}" if ranks else "asking what is live"
+        if progress.generation is not None:
+            return "rolling_out", progress.hold or progress.last_error
+        if group.observe_only:
+            return "observe_only", group.observe_only
+        return "ready", self.carrier.waiting_reason or self.last_error
+
+    async def wait_for_change(self) -> None:
+        """Return at the next change of the live map, a generation or the settings."""
+        await self._changed.wait()
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def wait_until_free(self, timeout_s: float) -> None:
+        """Return once nothing is being rolled out. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.is_free:
+                    await self.wait_for_change()
+        except TimeoutError:
+            state, reason = self.state()
+            raise DeadlineError(
+                f"deployment {self.name} is still {state} after {timeout_s:.0f} s ({reason or 'see status'}); try again"
+            ) from None
+
+    # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def why_not_plan(self) -> str:
+        """What speaks against a new generation now; empty when nothing does."""
+        if self._lane is None or self.carrier.rollout is None:
+            return f"this planner does not lead {self.name}: {self.leading.why_not}"
+        if self.context.health.reason:
+            return f"the store does not answer: {self.context.health.reason}"
+        if self.ledger.settings.paused:
+            return f"{self.name} is paused ({self.ledger.settings.pause_reason or 'no reason given'}); resume it first"
+        if not self.is_free:
+            state, reason = self.state()
+            return f"{self.name} is {state}" + (f": {reason}" if reason else "")
+        return ""
+
+    async def decide(self, policy: str) -> Decision:
+        """A decision from the last windows. Call with `planning` held. Raises ConflictError when there is none to make."""
+        group, live = self.carrier.group, self.carrier.rollout.live if self.carrier.rollout is not None else None
+        window = self.load.windows.combine(self.context.config.planning.windows)
+        if group is None or live is None:
+            state, reason = self.state()
+            raise ConflictError(f"{self.name} cannot be planned, it is {state}" + (f": {reason}" if reason else ""))
+        if window is None:
+            raise ConflictError(f"{self.name} has no closed load window yet; ranks report one every few steps, try again")
+        decision = await self.context.proposer.propose(
+            group=group, live=live, window=window, policy=policy, generation_age_s=self._generation_age_s(live)
+        )
+        self.context.metrics.solved(self.name, policy, decision.solve_s)
+        return decision
+
+    def _generation_age_s(self, live: LiveMap) -> float | None:
+        generation = self.ledger.generations.get(live.newest_generation)
+        if generation is None:
+            return None
+        since_s = generation.active_at_s
+        if since_s is None:
+            since_s = generation.created_at_s + generation.rollout_s
+        return max(0.0, self.context.clock.wall() - since_s)
+
+    def record_verdict(self, verdict: VerdictRecord) -> None:
+        """The gate (or an operator) answered."""
+        known = self.verdict
+        self.verdict = verdict
+        self.context.metrics.verdict_given(self.name, verdict.code)
+        if known is None or (known.code, known.move) != (verdict.code, verdict.move):
+            self._log.info("gate.moved" if verdict.move else "gate.held", code=verdict.code, reason=verdict.reason)
+            self.note("gate.moved" if verdict.move else "gate.held", verdict.reason)
+
+    def begin_rollout(self, generation: Generation) -> None:
+        """Give a published generation to the machine."""
+        self.load.live_in_motion()
+        self.carrier.feed(Start(generation))
+
+    def cancel_rollout(self, reason: str, *, by: str, withdraw: bool) -> None:
+        """Stop a rollout after its open chunk, or with that withdrawn too."""
+        self._resumable = None
+        progress = self.carrier.progress
+        if progress is not None and progress.generation is not None:
+            self.carrier.feed(Cancel(reason=reason, by=by, withdraw=withdraw))
+
+    async def commit(
+        self, puts: dict[str, bytes], expects: dict[str, int] | None = None, deletes: tuple[str, ...] = ()
+    ) -> None:
+        """Store this before going on. Raises ConflictError when this planner does not lead, and what the lane raises."""
+        if self._lane is None:
+            raise StoreUnavailableError(f"this planner does not lead {self.name}: {self.leading.why_not}")
+        await self._lane.commit(puts, expects=expects, deletes=deletes)
+
+    def became(self, generation: Generation) -> None:
+        """What became of a generation: recorded behind."""
+        self.ledger.keep(generation)
+        self._behind(self.ledger.generation_puts(generation))
+
+    def _behind(self, puts: dict[str, bytes], failpoint: str = "") -> None:
+        if self._lane is not None:
+            self._lane.behind(puts, failpoint=failpoint)
+
+    def note(self, event: str, text: str, **more: object) -> None:
+        """A journal entry, written behind."""
+        if self._lane is not None:
+            entry = {"at_s": self.context.clock.wall(), "epoch": self.leading.epoch, "event": event, "text": text}
+            self._lane.note(entry | {key: value for key, value in more.items() if value is not None})
+
+    # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _keep_house(self) -> None:
+        while True:
+            self.context.metrics.state_changed(self.name, self.gauges())
+            await asyncio.sleep(HOUSEKEEPING_S)
+
+    def gauges(self) -> DeploymentGauges:
+        """The state in numbers."""
+        states = [
+            self.carrier.rank_state(facts, self.context.config.rollout.rank_silence_s) for facts in self.carrier.ranks.values()
+        ]
+        last, live, progress = self.load.last, self.live, self.carrier.progress
+        now_s = self.context.clock.monotonic()
+        return DeploymentGauges(
+            imbalance_mean=last.imbalance.mean if last else None,
+            imbalance_worst=last.imbalance.worst if last else None,
+            window_coverage=last.window.coverage if last else None,
+            rollout_age_s=now_s - self.rollout_since_s if self.rollout_since_s is not None else 0.0,
+            rollout_stalled=progress.stalled if progress is not None else False,
+            ranks={state: states.count(state) for state in ("live", "away", "gone")},
+            agents=self.carrier.num_agents,
+            generation=live.newest_generation if live is not None else 0,
+            epoch=self.leading.epoch,
+            leading=self.carrier.rollout is not None,
+        )
+
+
+def _same_shape(first: Placement, second: Placement) -> bool:
+    return len(first.tables) == len(second.tables) and all(
+        mine.same_shape(theirs) for mine, theirs in zip(first.tables, second.tables, strict=True)
+    )

@@ -1,0 +1,180 @@
+"""What is known of a deployment beyond what its ranks say: settings, generations, the last live map, answers given.
+
+The store is the truth; this is the part of it that is kept in memory, so that questions are answered while the store is
+away. Numbers survive in memory too: a store that lost its data gets no number twice from a planner that lives on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from eplb_service import documents
+from eplb_service.documents import RequestRecord, RolloutDocument, Settings
+from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError
+from eplb_service.generation import Generation, GenerationState, LiveMap
+from eplb_service.generation_codec import (
+    decode_generation,
+    decode_live_map,
+    decode_placement,
+    encode_generation,
+    encode_live_map,
+    encode_placement,
+)
+from eplb_service.ids import DeploymentId, GenerationNumber
+from eplb_service.placement import Placement
+from eplb_service.store.base import Store
+
+GENERATIONS_KEPT = 64
+LIST_MAX = 1000
+
+UNFINISHED = frozenset({GenerationState.PUBLISHED, GenerationState.ROLLING_OUT})
+
+
+@dataclass(frozen=True, slots=True)
+class Puts:
+    """One write: documents to put, versions that they must have, names to delete."""
+
+    puts: dict[str, bytes]
+    expects: dict[str, int] = field(default_factory=dict)
+    deletes: tuple[str, ...] = ()
+
+
+class Ledger:
+    """The memory of one deployment. Nothing here writes: it says what to write (`Puts`)."""
+
+    def __init__(self, deployment: DeploymentId, store: Store, defaults: Settings) -> None:
+        self.settings = defaults
+        self.highest = GenerationNumber(0)
+        """Highest generation number that was ever given away."""
+        self.live: LiveMap | None = None
+        """The live map as last known, also while no rank is there to ask."""
+        self.loaded: Placement | None = None
+        """What the engine loaded by itself, once it was seen."""
+        self.generations: dict[GenerationNumber, Generation] = {}
+        """The newest ones."""
+        self._deployment, self._store = deployment, store
+        self._request_names: list[str] = []
+        self._answers: dict[str, RequestRecord] = {}
+
+    async def load(self) -> None:
+        """Read the store. Raises what it raises, and BrokenInvariantError for documents that cannot be read.
+
+        A store that lost its data does not make us forget: what we knew stays.
+        """
+        names = (documents.SETTINGS, documents.LIVE, documents.LOADED, documents.REQUESTS)
+        found = await self._store.read(self._deployment, names)
+        listed = await self._store.list(self._deployment, documents.GENERATIONS, limit=GENERATIONS_KEPT)
+        if documents.SETTINGS in found:
+            self.settings = documents.decode(Settings, found[documents.SETTINGS].value, documents.SETTINGS)
+        if documents.LIVE in found:
+            self.live = decode_live_map(found[documents.LIVE].value)
+        if documents.LOADED in found:
+            self.loaded = decode_placement(found[documents.LOADED].value)
+        if documents.REQUESTS in found:
+            self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
+        for _, document in listed:
+            self.keep(decode_generation(document.value))
+
+    def keep(self, generation: Generation) -> None:
+        """Remember a generation, or what became of it."""
+        self.generations[generation.number] = generation
+        self.highest = max(self.highest, generation.number)
+        while len(self.generations) > GENERATIONS_KEPT:
+            del self.generations[min(self.generations)]
+
+    def take_number(self, floor: GenerationNumber) -> GenerationNumber:
+        """The next number: above all that were given away and all that ranks ever saw. Never given twice."""
+        self.highest = GenerationNumber(1 + max(self.highest, floor))
+        return self.highest
+
+    def unfinished(self) -> Generation | None:
+        """The newest generation, when its rollout did not end."""
+        newest = self.generations.get(max(self.generations, default=GenerationNumber(0)))
+        return newest if newest is not None and newest.state in UNFINISHED else None
+
+    async def generation(self, number: int) -> Generation:
+        """One generation. Raises NotFoundError naming the highest, and what the store raises for those not in memory."""
+        known = self.generations.get(GenerationNumber(number))
+        if known is not None:
+            return known
+        if 1 <= number <= self.highest:
+            name = documents.generation_name(number)
+            found = await self._store.read(self._deployment, (name,))
+            if name in found:
+                return decode_generation(found[name].value)
+        raise NotFoundError(
+            f"deployment {self._deployment} has no generation {number};"
+            + (f" the newest is {self.highest}" if self.highest else " none was published yet")
+        )
+
+    async def newest(self, limit: int) -> list[Generation]:
+        """Generations, newest first. Raises InvalidInputError for a limit above LIST_MAX."""
+        if not 1 <= limit <= LIST_MAX:
+            raise InvalidInputError(f"limit {limit} is out of range: use 1 to {LIST_MAX}")
+        kept = [self.generations[number] for number in sorted(self.generations, reverse=True)]
+        oldest = kept[-1].number if kept else 1
+        if limit > len(kept) and oldest > 1:
+            listed = await self._store.list(self._deployment, documents.GENERATIONS, limit=limit)
+            older = [decode_generation(document.value) for name, document in listed if _number(name) < oldest]
+            kept += older
+        return kept[:limit]
+
+    async def answer_to(self, key: str, asked: str) -> RequestRecord | None:
+        """What was answered to this key. Raises ConflictError when something else was asked with it."""
+        name = documents.request_name(key)
+        record = self._answers.get(key)
+        if record is None:
+            found = await self._store.read(self._deployment, (name,))
+            if name not in found:
+                return None
+            record = documents.decode(RequestRecord, found[name].value, name)
+        if record.key == key and record.asked != asked:
+            raise ConflictError(f"idempotency key {key!r} was used before to {record.asked}, now to {asked}: use another key")
+        return record
+
+    def settings_puts(self, settings: Settings) -> Puts:
+        """To change the settings."""
+        return Puts({documents.SETTINGS: documents.encode(settings)})
+
+    def request_puts(self, record: RequestRecord) -> Puts:
+        """To remember an answer; the oldest beyond REQUESTS_KEPT go."""
+        name = documents.request_name(record.key)
+        names = [known for known in self._request_names if known != name] + [name]
+        dropped = tuple(names[: -documents.REQUESTS_KEPT])
+        kept = names[-documents.REQUESTS_KEPT :]
+        return Puts({name: documents.encode(record), documents.REQUESTS: documents.encode_requests(kept)}, {}, dropped)
+
+    def remember(self, record: RequestRecord) -> None:
+        """An answer was stored."""
+        name = documents.request_name(record.key)
+        self._request_names = ([known for known in self._request_names if known != name] + [name])[-documents.REQUESTS_KEPT :]
+        self._answers[record.key] = record
+        while len(self._answers) > documents.REQUESTS_KEPT:
+            del self._answers[next(iter(self._answers))]
+
+    def publish_puts(self, generation: Generation, record: RequestRecord | None) -> Puts:
+        """To publish a generation once, together with the answer to whoever asked for it."""
+        name = documents.generation_name(generation.number)
+        request = self.request_puts(record) if record is not None else Puts({})
+        return Puts({name: encode_generation(generation), **request.puts}, {name: 0}, request.deletes)
+
+    def generation_puts(self, generation: Generation) -> dict[str, bytes]:
+        """To store what became of a generation."""
+        return {documents.generation_name(generation.number): encode_generation(generation)}
+
+    def live_puts(self, live: LiveMap) -> dict[str, bytes]:
+        """To store the live map, and the loaded placement when this shows it."""
+        self.live = live
+        puts = {documents.LIVE: encode_live_map(live)}
+        if live.newest_generation == 0 and self.loaded != live.placement:
+            self.loaded = live.placement
+            puts[documents.LOADED] = encode_placement(live.placement)
+        return puts
+
+    def rollout_puts(self, document: RolloutDocument) -> dict[str, bytes]:
+        """To store which rollout was begun, or how it ended."""
+        return {documents.ROLLOUT: documents.encode(document)}
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("/")[2])

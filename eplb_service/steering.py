@@ -1,0 +1,383 @@
+"""What changes a deployment on purpose: the planning loop's own decisions, and operators' orders, each of them once.
+
+An order carries an idempotency key: its answer is stored in the same write as the generation that it made, so that the same
+key gives the same answer whatever happened in between, also to a planner that was killed before it could answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from eplb_service import failpoints
+from eplb_service.config import MODES
+from eplb_service.deployment import Deployment
+from eplb_service.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
+from eplb_service.errors import ConflictError, EplbError, InvalidInputError
+from eplb_service.gate import VerdictCode
+from eplb_service.generation import Generation
+from eplb_service.ids import GenerationNumber
+from eplb_service.imbalance import Imbalance
+from eplb_service.moves import MoveSummary
+from eplb_service.placement import Placement, Table
+from eplb_service.policy.registry import policy_names
+from eplb_service.proposing import Decision, imbalance_under, moves_between
+
+ORDERS_MAX = 64
+STALE_PLAN_S = 60.0
+"""A plan that the store took so long to take is not rolled out: the load has moved on."""
+WITHDRAW_S = 60.0
+REASON_CHARACTERS_MAX = 1024
+
+UNKNOWN = Imbalance(())
+"""Of a load that nobody measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What a new generation is to hold."""
+
+    target: Placement
+    before: Imbalance
+    predicted: Imbalance
+    lower_bound: Imbalance
+    moves: MoveSummary
+    policy: str
+    reason: str
+
+
+@dataclass(slots=True)
+class _Order:
+    asked: str
+    task: asyncio.Task[RequestRecord]
+
+
+class Steering:
+    """Decides and publishes for one deployment."""
+
+    def __init__(self, deployment: Deployment) -> None:
+        self.deployment = deployment
+        self._planned_at_s = float("-inf")
+        self._planned_windows = 0
+        self._loop: asyncio.Task[None] | None = None
+        self._orders: dict[str, _Order] = {}
+        self._log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
+
+    def start(self) -> None:
+        """Begin to lead and to plan."""
+        self.deployment.start()
+        self._loop = asyncio.create_task(self._plan_forever(), name=f"plans of {self.deployment.name}")
+
+    async def stop(self, timeout_s: float) -> None:
+        """Cancel plans and orders that are not stored yet, then give the lead up."""
+        tasks: list[asyncio.Task[Any]] = [order.task for order in self._orders.values()]
+        if self._loop is not None:
+            tasks.append(self._loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.deployment.stop(timeout_s)
+
+    # ── the loop's own ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _plan_forever(self) -> None:
+        """Plan after a window closed, not more often than `planning.interval_s`."""
+        deployment = self.deployment
+        interval_s, clock = deployment.context.config.planning.interval_s, deployment.context.clock
+        while True:
+            await deployment.plan_wanted.wait()
+            deployment.plan_wanted.clear()
+            wait_s = self._planned_at_s + interval_s - clock.monotonic()
+            if wait_s > 0:
+                await asyncio.sleep(wait_s)
+            if deployment.load.num_closed == self._planned_windows or deployment.why_not_plan():
+                continue
+            self._planned_at_s = clock.monotonic()
+            self._planned_windows = deployment.load.num_closed
+            try:
+                await self.plan_once()
+            except EplbError as error:
+                if str(error) != deployment.last_error:
+                    self._log.warning("plan.failed", reason=str(error))
+                deployment.last_error = str(error)
+            except Exception as error:  # noqa: BLE001  (planning goes on with the next window)
+                self._log.exception("plan.broke")
+                deployment.last_error = f"planning failed ({type(error).__name__}); see the log"
+
+    async def plan_once(self) -> None:
+        """Plan, ask the gate, publish when it says move and the mode is `auto`."""
+        deployment = self.deployment
+        async with deployment.planning:
+            decision = await deployment.decide(deployment.ledger.settings.policy)
+            verdict = self._verdict(decision)
+            deployment.record_verdict(verdict)
+            deployment.last_error = ""
+            if not verdict.move or deployment.ledger.settings.mode != "auto" or deployment.why_not_plan():
+                return
+            await self._publish(self._content(decision, verdict.reason), None, verdict)
+
+    async def dry_run(self, policy: str) -> tuple[Decision, VerdictRecord]:
+        """A decision that nothing follows from. Raises NotFoundError for an unknown policy, ConflictError."""
+        deployment = self.deployment
+        policy = policy or deployment.ledger.settings.policy
+        _check_policy(policy)
+        async with deployment.planning:
+            decision = await deployment.decide(policy)
+        return decision, self._verdict(decision)
+
+    # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def rebalance(self, *, key: str, force: bool, policy: str) -> RequestRecord:
+        """Plan, publish and roll out now; `force` skips the gate. Generation 0 in the answer: the gate said keep.
+
+        Raises ConflictError when nothing can be published now, NotFoundError for an unknown policy.
+        """
+        _check_policy(policy or self.deployment.ledger.settings.policy)
+        asked = f"rebalance{' by force' if force else ''} with policy {policy or 'of the deployment'}"
+        return await self._once(key, asked, lambda: self._rebalance(key, asked, force=force, policy=policy))
+
+    async def rollback(self, *, key: str, generation: int) -> RequestRecord:
+        """Publish a new generation with the content of an older one. Raises NotFoundError, ConflictError."""
+        asked = f"roll back to generation {generation}"
+        return await self._once(key, asked, lambda: self._rollback(key, asked, generation))
+
+    async def pause(self, reason: str) -> Settings:
+        """No new generations; a rollout under way stops after its open chunk."""
+        reason = _checked_reason(reason)
+        settings = await self._change(paused=True, pause_reason=reason)
+        self.deployment.cancel_rollout(f"paused: {reason or 'no reason given'}", by="pause", withdraw=False)
+        return settings
+
+    async def resume(self) -> Settings:
+        """Plan again."""
+        return await self._change(paused=False, pause_reason="")
+
+    async def set_mode(self, mode: str) -> Settings:
+        """`observe` or `auto`."""
+        if mode not in MODES:
+            raise InvalidInputError(f"mode {mode[:40]!r} is unknown: use {' or '.join(MODES)}")
+        return await self._change(mode=mode)
+
+    async def _change(self, **changes: object) -> Settings:
+        deployment = self.deployment
+        settings = dataclasses.replace(deployment.ledger.settings, **changes)  # type: ignore[arg-type]  # names of fields
+        await deployment.commit(deployment.ledger.settings_puts(settings).puts)
+        deployment.ledger.settings = settings
+        self._log.info("settings.changed", mode=settings.mode, paused=settings.paused, reason=settings.pause_reason)
+        deployment.note("settings.changed", f"mode {settings.mode}, {'paused' if settings.paused else 'not paused'}")
+        return settings
+
+    async def _once(self, key: str, asked: str, act: Callable[[], Awaitable[RequestRecord]]) -> RequestRecord:
+        """Do it, or wait for who does it already, or answer what was answered. The caller may go away meanwhile."""
+        if not 1 <= len(key) <= KEY_CHARACTERS_MAX or not key.isprintable():
+            raise InvalidInputError(
+                f"idempotency key of {len(key)} characters: give 1 to {KEY_CHARACTERS_MAX} printable characters"
+            )
+        order = self._orders.get(key)
+        if order is None:
+            if len(self._orders) >= ORDERS_MAX:
+                raise ConflictError(f"{ORDERS_MAX} orders for {self.deployment.name} are under way already; try again later")
+            task = asyncio.create_task(self._answer(key, asked, act), name=f"order for {self.deployment.name}")
+            order = self._orders[key] = _Order(asked, task)
+            task.add_done_callback(lambda done: self._done(key, done))
+        elif order.asked != asked:
+            raise ConflictError(f"idempotency key {key!r} is in use to {order.asked}, now to {asked}: use another key")
+        return await asyncio.shield(order.task)
+
+    def _done(self, key: str, task: asyncio.Task[RequestRecord]) -> None:
+        self._orders.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # a caller that went away leaves it: looked at here
+
+    async def _answer(self, key: str, asked: str, act: Callable[[], Awaitable[RequestRecord]]) -> RequestRecord:
+        return await self.deployment.ledger.answer_to(key, asked) or await act()
+
+    async def _rebalance(self, key: str, asked: str, *, force: bool, policy: str) -> RequestRecord:
+        deployment = self.deployment
+        async with deployment.planning:
+            self._check_plannable()
+            decision = await deployment.decide(policy or deployment.ledger.settings.policy)
+            verdict = self._verdict(decision)
+            changes = decision.verdict.code is not VerdictCode.NO_CHANGE
+            if force and changes:
+                if decision.cannot_roll_out:
+                    raise ConflictError(f"{deployment.name} cannot roll this plan out: {decision.cannot_roll_out}")
+                reason = f"move: forced by an operator; the gate said {decision.verdict.reason}"
+                verdict = dataclasses.replace(verdict, move=True, code="forced", reason=reason)
+            deployment.record_verdict(verdict)
+            record = RequestRecord(key=key, asked=asked, generation=0, verdict=verdict)
+            if not verdict.move:
+                puts = deployment.ledger.request_puts(record)
+                await deployment.commit(puts.puts, puts.expects, puts.deletes)
+                deployment.ledger.remember(record)
+                return record
+            self._check_plannable()
+            return await self._publish(self._content(decision, verdict.reason), record, verdict) or record
+
+    async def _rollback(self, key: str, asked: str, number: int) -> RequestRecord:
+        deployment = self.deployment
+        source = await deployment.ledger.generation(number) if number else None
+        self._check_leads()
+        # An order to go back must not wait for the rollout that it is to undo.
+        deployment.cancel_rollout(asked, by="rollback", withdraw=True)
+        async with deployment.planning:
+            deployment.cancel_rollout(asked, by="rollback", withdraw=True)
+            await deployment.wait_until_free(WITHDRAW_S)
+            self._check_plannable()
+            group, live = deployment.carrier.group, deployment.live
+            if group is None or live is None:
+                raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
+            target = source.placement if source is not None else self._as_loaded(live.placement)
+            if not _same_shape(target, live.placement):
+                raise ConflictError(
+                    f"generation {number} of {deployment.name} was made for other ranks, layers or slots than there are now"
+                )
+            if group.observe_only:
+                raise ConflictError(f"{deployment.name} cannot roll anything out: {group.observe_only}")
+            verdict = VerdictRecord(
+                move=True,
+                code="rollback",
+                reason=f"move: an operator asked to {asked}" + ("" if number else " (as loaded by the engine)"),
+                decided_at_s=deployment.context.clock.wall(),
+            )
+            deployment.record_verdict(verdict)
+            window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+            content = Content(
+                target=target,
+                before=imbalance_under(window, live.placement, group) if window is not None else UNKNOWN,
+                predicted=imbalance_under(window, target, group) if window is not None else UNKNOWN,
+                lower_bound=UNKNOWN,
+                moves=moves_between(live.placement, target, group),
+                policy="rollback",
+                reason=verdict.reason,
+            )
+            record = RequestRecord(key=key, asked=asked, generation=0, verdict=verdict)
+            return await self._publish(content, record, verdict) or record
+
+    def _as_loaded(self, live: Placement) -> Placement:
+        """What the engine loaded by itself: as it was seen, else slot i holds expert i % E, as engines start."""
+        loaded = self.deployment.ledger.loaded
+        if loaded is not None and _same_shape(loaded, live):
+            return loaded
+        return Placement(
+            tuple(
+                Table.linear(
+                    model=table.model,
+                    layer_ids=table.layer_ids,
+                    num_logical=table.num_logical,
+                    rank_ids=table.rank_ids,
+                    slots_per_rank=table.slots_per_rank,
+                )
+                for table in live.tables
+            )
+        )
+
+    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _publish(self, content: Content, record: RequestRecord | None, verdict: VerdictRecord) -> RequestRecord | None:
+        """Store a new generation (and the answer to whoever asked), then roll it out. Call with `planning` held."""
+        deployment = self.deployment
+        clock, rollout = deployment.context.clock, deployment.carrier.rollout
+        floor = rollout.generation_floor if rollout is not None else GenerationNumber(0)
+        live = deployment.live
+        number = deployment.ledger.take_number(max(floor, live.newest_generation if live is not None else floor))
+        generation = Generation(
+            number=number,
+            placement=content.target,
+            created_at_s=clock.wall(),
+            reason=content.reason,
+            policy=content.policy,
+            epoch=deployment.leading.epoch,
+            before=content.before,
+            predicted=content.predicted,
+            lower_bound=content.lower_bound,
+            moves=content.moves,
+        )
+        if record is not None:
+            record = dataclasses.replace(record, generation=number)
+        begin_s = clock.monotonic()
+        puts = deployment.ledger.publish_puts(generation, record)
+        await deployment.commit(puts.puts, puts.expects, puts.deletes)
+        deployment.ledger.keep(generation)
+        if record is not None:
+            deployment.ledger.remember(record)
+        self._log.info(
+            "generation.published",
+            generation=number,
+            policy=content.policy,
+            moves=content.moves.experts,
+            code=verdict.code,
+            reason=content.reason,
+        )
+        deployment.note("generation.published", f"generation {number}: {content.reason}")
+        await failpoints.reach_async("planner.generation.persisted")
+        took_s = clock.monotonic() - begin_s
+        why = deployment.why_not_plan()
+        if took_s > STALE_PLAN_S:
+            why = f"the store took {took_s:.0f} s to take it, at most {STALE_PLAN_S:.0f} s are allowed"
+        elif not why and deployment.live is not live:
+            why = "the live map changed meanwhile"
+        if why:
+            self._log.warning("generation.stopped", generation=number, reason=why)
+            deployment.became(generation.stopped(f"not begun: {why}"))
+        else:
+            deployment.begin_rollout(generation)
+        return record
+
+    def _content(self, decision: Decision, reason: str) -> Content:
+        return Content(
+            target=decision.target,
+            before=decision.before,
+            predicted=decision.predicted,
+            lower_bound=decision.lower_bound,
+            moves=decision.moves,
+            policy=decision.policy,
+            reason=reason,
+        )
+
+    def _verdict(self, decision: Decision) -> VerdictRecord:
+        verdict = decision.verdict
+        move, code, reason = verdict.move, verdict.code.value, verdict.reason
+        if move and decision.cannot_roll_out:
+            move, code, reason = False, "cannot_roll_out", f"keep: {decision.cannot_roll_out} (the gate said {reason})"
+        return VerdictRecord(
+            move=move,
+            code=code,
+            reason=reason,
+            decided_at_s=self.deployment.context.clock.wall(),
+            numbers=dict(verdict.numbers),
+        )
+
+    def _check_leads(self) -> None:
+        if self.deployment.carrier.rollout is None:
+            raise ConflictError(f"this planner does not lead {self.deployment.name}: {self.deployment.leading.why_not}")
+
+    def _check_plannable(self) -> None:
+        why = self.deployment.why_not_plan()
+        if why:
+            raise ConflictError(f"nothing can be published now: {why}")
+
+
+def _check_policy(policy: str) -> None:
+    """Raise InvalidInputError for a policy that is not installed."""
+    names = policy_names()
+    if policy not in names:
+        raise InvalidInputError(f"there is no policy {policy[:80]!r}; installed: {', '.join(names) or 'none'}")
+
+
+def _checked_reason(reason: str) -> str:
+    """A reason that can be shown: printable, cut to what fits."""
+    cleaned = "".join(character if character.isprintable() else " " for character in reason)
+    return cleaned[:REASON_CHARACTERS_MAX]
+
+
+def _same_shape(first: Placement, second: Placement) -> bool:
+    return len(first.tables) == len(second.tables) and all(
+        mine.same_shape(theirs) for mine, theirs in zip(first.tables, second.tables, strict=True)
+    )

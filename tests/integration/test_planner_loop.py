@@ -1,0 +1,522 @@
+"""The planner with a store in memory and ranks that speak the protocol: windows → gate → generation → rollout → observed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from eplb_service.app import Service
+from eplb_service.config import ServeConfig, load_config
+from eplb_service.errors import InvalidInputError, StoreUnavailableError
+from eplb_service.ids import DeploymentId
+from eplb_service.pb.v1 import admin_pb2, agent_pb2, placement_pb2
+from eplb_service.policy.base import PlanningProblem, Proposal
+from eplb_service.policy.registry import load_policy
+from eplb_service.policy.verify import verify
+from eplb_service.store.base import Document, Leadership, Write
+from eplb_service.store.memory import MemoryStore
+from tests.integration.planner_fleet import Fleet, until
+
+QUICK = {
+    "listen.port": "0",
+    "metrics.enabled": "false",
+    "planning.mode": "auto",
+    "planning.interval_s": "0",
+    "planning.windows": "2",
+    "gate.min_generation_age_s": "0",
+    "cost.seconds_per_step": "0.1",
+    "cost.horizon_steps": "10000",
+    "cost.bytes_per_s": "1e9",
+    "cost.commit_stall_s": "0.001",
+    "rollout.hello_timeout_s": "1",
+    "rollout.backoff_s": "0.05",
+    "log.level": "error",
+}
+
+
+class InlineSolver:
+    """Plans in this process: what is tested here is the planner, not the solver's process."""
+
+    is_ready = True
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def solve(self, problem: PlanningProblem, policy: str, deadline_s: float) -> Proposal:
+        begin_s = time.perf_counter()
+        plan = load_policy(policy).plan(problem)
+        return verify(problem, plan, policy=policy, solve_s=time.perf_counter() - begin_s)
+
+
+class FlakyStore(MemoryStore):
+    """A store that can be taken away."""
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic)
+        self.is_away = False
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailableError("the store was taken away by the test")
+
+    async def ping(self) -> str:
+        self._check()
+        return "memory"
+
+    async def lead(self, deployment: DeploymentId, **options: Any) -> Leadership:
+        self._check()
+        return await super().lead(deployment, **options)
+
+    async def renew(self, leadership: Leadership) -> None:
+        self._check()
+        await super().renew(leadership)
+
+    async def read(self, deployment: DeploymentId, names: tuple[str, ...]) -> dict[str, Document]:
+        self._check()
+        return await super().read(deployment, names)
+
+    async def write(self, deployment: DeploymentId, write: Write) -> dict[str, int]:
+        self._check()
+        return await super().write(deployment, write)
+
+
+def config_of(**more: str) -> ServeConfig:
+    return load_config(flags=QUICK | {key.replace("__", "."): value for key, value in more.items()}).config
+
+
+@asynccontextmanager
+async def planner(store: MemoryStore | None = None, **settings: str) -> AsyncIterator[tuple[Service, str]]:
+    service = Service(config_of(**settings), store=store or FlakyStore(), solver=InlineSolver())  # type: ignore[arg-type]
+    ready = await service.start()
+    try:
+        yield service, ready.address
+    finally:
+        await service.stop()
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60))
+
+
+async def status_of(fleet: Fleet) -> admin_pb2.DeploymentStatus:
+    reply = await fleet.admin.Status(admin_pb2.StatusRequest(deployment=fleet.deployment), timeout=5)
+    found: admin_pb2.DeploymentStatus = reply.deployments[0]
+    return found
+
+
+async def reach(fleet: Fleet, state: str) -> admin_pb2.DeploymentStatus:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                status = await status_of(fleet)
+            except grpc.aio.AioRpcError:
+                status = admin_pb2.DeploymentStatus()
+            if status.state == state:
+                return status
+            await asyncio.sleep(0.01)
+
+
+async def generation_of(fleet: Fleet, number: int, state: int) -> placement_pb2.GenerationView:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                view = await fleet.placement.GetPlacement(
+                    placement_pb2.GetPlacementRequest(deployment=fleet.deployment, generation=number), timeout=5
+                )
+                if view.state == state:
+                    found: placement_pb2.GenerationView = view
+                    return found
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                    raise
+            await asyncio.sleep(0.01)
+
+
+async def verdict_of(fleet: Fleet) -> admin_pb2.VerdictView:
+    async with asyncio.timeout(20):
+        while True:
+            status = await status_of(fleet)
+            if status.HasField("last_verdict"):
+                found: admin_pb2.VerdictView = status.last_verdict
+                return found
+            await asyncio.sleep(0.01)
+
+
+def test_skewed_windows_become_a_generation_that_is_rolled_out_and_observed() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            for _ in range(2):
+                fleet.report(fleet.skewed())
+            active = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert len(active.flip_boundaries) == fleet.num_layers
+            assert fleet.live_generations == {1}
+            assert fleet.all_route_alike()
+            assert active.before.worst_layer > 1.5 > active.predicted.worst_layer >= active.lower_bound.worst_layer
+            assert not active.HasField("observed")
+            fleet.report(fleet.skewed())
+            await until(lambda: len(fleet.replies) == 12, "replies to all reports")
+            observed = (await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)).observed
+            assert observed.worst_layer == pytest.approx(active.predicted.worst_layer)
+            assert all(reply.accepted for reply in fleet.replies)
+
+    run(scenario())
+
+
+def test_gate_keeps_what_is_balanced() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            for _ in range(3):
+                fleet.report(fleet.even())
+            verdict = await verdict_of(fleet)
+            assert not verdict.move
+            assert verdict.code in ("gain_too_small", "no_change", "within_noise")
+            assert (await status_of(fleet)).live_generation == 0
+            assert fleet.live_generations == {0}
+
+    run(scenario())
+
+
+def test_observe_mode_shows_what_it_would_do_and_publishes_nothing() -> None:
+    async def scenario() -> None:
+        async with planner(planning__mode="observe") as (service, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            verdict = await verdict_of(fleet)
+            assert verdict.move
+            listed = await fleet.placement.ListGenerations(placement_pb2.ListGenerationsRequest(deployment="chat"))
+            assert not listed.generations
+            plan = await fleet.admin.Plan(admin_pb2.PlanRequest(deployment="chat"))
+            assert plan.verdict.move
+            assert plan.proposal.moves.experts > 0
+            await fleet.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="auto"))
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert service.planner is not None
+            assert (await status_of(fleet)).settings.mode == "auto"
+
+    run(scenario())
+
+
+def test_same_idempotency_key_gives_the_same_answer_also_after_a_restart() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        request = admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="monday", force=True)
+        async with planner(store, planning__mode="observe") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await verdict_of(fleet)
+            first, again = await asyncio.gather(fleet.admin.Rebalance(request), fleet.admin.Rebalance(request))
+            assert first == again
+            assert first.generation == 1
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert await fleet.admin.Rebalance(request) == first
+        async with planner(store, planning__mode="observe", store__owner="another") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            assert await fleet.admin.Rebalance(request) == first
+            other = admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="monday", force=False)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.admin.Rebalance(other)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "monday" in (caught.value.details() or "")
+
+    run(scenario())
+
+
+def test_rollback_publishes_a_new_generation_with_the_old_content() -> None:
+    async def scenario() -> None:
+        async with planner(planning__mode="observe") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            loaded = dict(fleet.ranks[0].rows)
+            fleet.report(fleet.skewed())
+            await verdict_of(fleet)
+            await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="a", force=True))
+            first = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            reply = await fleet.admin.Rollback(admin_pb2.RollbackRequest(deployment="chat", generation=0, idempotency_key="b"))
+            assert reply.generation == 2
+            await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert fleet.ranks[0].rows == loaded
+            await fleet.admin.Rollback(admin_pb2.RollbackRequest(deployment="chat", generation=1, idempotency_key="c"))
+            third = await generation_of(fleet, 3, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert third.placement_digest == first.placement_digest
+            old = await fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chat", generation=1))
+            assert old.state == placement_pb2.GENERATION_STATE_SUPERSEDED
+            assert old.placement == first.placement
+            with pytest.raises(grpc.aio.AioRpcError, match="no generation 9; the newest is 3"):
+                await fleet.admin.Rollback(admin_pb2.RollbackRequest(deployment="chat", generation=9, idempotency_key="d"))
+
+    run(scenario())
+
+
+def test_rollback_withdraws_the_rollout_that_is_under_way() -> None:
+    async def scenario() -> None:
+        async with planner(planning__mode="observe") as (_, address), Fleet(address, hold_flips=True) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await verdict_of(fleet)
+            await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="a", force=True))
+            await until(lambda: all(rank.armed_id for rank in fleet.ranks), "all ranks armed")
+            reply = await fleet.admin.Rollback(admin_pb2.RollbackRequest(deployment="chat", generation=0, idempotency_key="b"))
+            assert reply.generation == 2
+            stopped = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_SUPERSEDED)
+            assert "rollback" in stopped.stop_reason
+            await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert fleet.live_generations == {0}
+
+    run(scenario())
+
+
+def test_pause_stops_after_the_open_chunk_and_holds_until_resumed() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address, hold_flips=True) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await until(lambda: all(rank.armed_id for rank in fleet.ranks), "the first chunk armed")
+            paused = await fleet.admin.Pause(admin_pb2.PauseRequest(deployment="chat", reason="load test"))
+            assert paused.paused
+            fleet.hold_flips = False
+            fleet.vote()
+            stopped = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_STOPPED)
+            assert "load test" in stopped.stop_reason
+            assert len(stopped.flip_boundaries) == 1
+            assert fleet.live_generations == {0, 1}
+            assert fleet.all_route_alike()
+            with pytest.raises(grpc.aio.AioRpcError, match="paused"):
+                await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="k", force=True))
+            fleet.report(fleet.skewed())
+            await until(lambda: len(fleet.replies) == 8, "replies")
+            assert (await status_of(fleet)).settings.pause_reason == "load test"
+            await fleet.admin.Resume(admin_pb2.ResumeRequest(deployment="chat"))
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("moment", ["staging", "armed"])
+def test_new_leader_finishes_the_rollout_of_one_that_stopped(moment: str) -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        first = Service(config_of(), store=store, solver=InlineSolver())  # type: ignore[arg-type]
+        ready = await first.start()
+        second: Service | None = None
+        try:
+            held = {"hold_staging": True} if moment == "staging" else {"hold_flips": True}
+            async with Fleet(ready.address, **held) as fleet:  # type: ignore[arg-type]
+                await reach(fleet, "ready")
+                fleet.report(fleet.skewed())
+                if moment == "staging":
+                    await until(lambda: all(rank.staged for rank in fleet.ranks), "all ranks staging")
+                else:
+                    await until(lambda: all(rank.armed_id for rank in fleet.ranks), "all ranks armed")
+                await first.stop()
+                fleet.hold_staging = fleet.hold_flips = False
+                if moment == "armed":
+                    fleet.vote()  # armed hooks vote without any planner
+                    assert fleet.live_generations == {0, 1}
+                second = Service(config_of(listen__port=str(ready.port)), store=store, solver=InlineSolver())  # type: ignore[arg-type]
+                await second.start()
+                await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+                assert fleet.live_generations == {1}
+                assert fleet.all_route_alike()
+                assert (await status_of(fleet)).epoch == 2
+                assert max(fleet.hellos) == 2
+        finally:
+            await first.stop()
+            if second is not None:
+                await second.stop()
+
+    run(scenario())
+
+
+def test_store_away_stops_planning_but_not_queries_nor_an_open_chunk() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store) as (_, address), Fleet(address, hold_flips=True) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await until(lambda: all(rank.armed_id for rank in fleet.ranks), "the first chunk armed")
+            store.is_away = True
+            fleet.hold_flips = False
+            fleet.vote()
+            await until(lambda: fleet.live_generations == {1}, "all chunks to flip without the store")
+            status = await fleet.admin.Status(admin_pb2.StatusRequest(deployment="chat"))
+            async with asyncio.timeout(10):
+                while (await fleet.admin.Status(admin_pb2.StatusRequest())).store_ok:
+                    await asyncio.sleep(0.01)
+            live = await fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chat"))
+            assert set(live.layer_generations) == {1}
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.admin.Rebalance(
+                    admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="k", force=True), timeout=5
+                )
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            fleet.report(fleet.skewed(hot=5))
+            fleet.report(fleet.skewed(hot=5))
+            await until(lambda: len(fleet.replies) == 12, "replies while the store is away")
+            assert (await status_of(fleet)).live_generation == 1
+            store.is_away = False
+            fleet.report(fleet.skewed(hot=5))
+            await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+            names = [name for name, _ in await store.list(DeploymentId("chat"), "generation/", limit=10)]
+            assert names == ["generation/2", "generation/1"]
+            assert status.deployments[0].epoch == (await status_of(fleet)).epoch
+
+    run(scenario())
+
+
+def test_store_that_lost_its_data_is_led_with_a_higher_epoch_and_no_number_is_used_twice() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store) as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            first = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            before = (await status_of(fleet)).epoch
+            store._states.clear()
+            fleet.report(fleet.skewed(hot=5))
+            fleet.report(fleet.skewed(hot=5))
+            async with asyncio.timeout(20):
+                while (await status_of(fleet)).epoch <= before:
+                    await asyncio.sleep(0.01)
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed(hot=5))
+            await until(lambda: max(fleet.live_generations) > 1, "a generation after the loss")
+            assert max(fleet.live_generations) == 2
+            again = await fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chat", generation=1))
+            assert again.placement == first.placement
+
+    run(scenario())
+
+
+def test_second_planner_waits_while_the_first_leads_and_says_so() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store, store__owner="first") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            async with planner(store, store__owner="second") as (_, other):
+                async with Fleet(other, group_id=78) as stranger:
+                    waiting = await reach(stranger, "waiting")
+                    async with asyncio.timeout(10):
+                        while "'first' leads" not in waiting.reason:
+                            waiting = await status_of(stranger)
+                            await asyncio.sleep(0.01)
+                assert (await status_of(fleet)).state == "ready"
+
+    run(scenario())
+
+
+def test_unknown_deployment_names_those_that_are_known() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            for call in (
+                fleet.admin.Status(admin_pb2.StatusRequest(deployment="chatt")),
+                fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chatt")),
+                fleet.admin.Pause(admin_pb2.PauseRequest(deployment="")),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+                assert "known: chat" in (caught.value.details() or "")
+
+    run(scenario())
+
+
+def test_rank_that_disagrees_about_the_model_is_refused_naming_both() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            from eplb_service.rpc import convert
+
+            odd = convert.registration_to_pb(fleet.registration(fleet.ranks[1]))
+            odd.models[0].layers[0].num_logical = 9
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.agent.Register(odd)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert (await status_of(fleet)).state == "ready"
+
+    run(scenario())
+
+
+def test_hostile_messages_are_answered_and_planning_goes_on() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            bad = [
+                agent_pb2.LoadReport(),
+                agent_pb2.LoadReport(deployment="chat", phase=99),
+                agent_pb2.LoadReport(deployment="x"),
+            ]
+            replies = [reply async for reply in fleet.agent.Report(iter(bad))]
+            assert [reply.accepted for reply in replies] == [False] * 3
+            assert all(reply.reason for reply in replies)
+            for first in (
+                agent_pb2.ControlFromAgent(),
+                agent_pb2.ControlFromAgent(attach=agent_pb2.Attach(deployment="chat/../x")),
+                agent_pb2.ControlFromAgent(pulse=agent_pb2.Pulse()),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async for _ in fleet.agent.Control(iter([first])):
+                        pass
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.agent.Register(agent_pb2.RegisterRequest())
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            for key in ("", "x" * 129, "a\nb"):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key=key))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())
+
+
+def test_watch_shows_every_state_that_the_live_map_settles_in() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            seen: list[placement_pb2.GenerationView] = []
+
+            async def watch() -> None:
+                async for view in fleet.placement.WatchPlacement(placement_pb2.WatchPlacementRequest(deployment="chat")):
+                    seen.append(view)
+
+            task = asyncio.create_task(watch())
+            await until(lambda: seen, "the placement as it is now")
+            assert set(seen[0].layer_generations) == {0}
+            fleet.report(fleet.skewed())
+            await until(lambda: seen[-1].state == placement_pb2.GENERATION_STATE_ACTIVE and seen[-1].generation == 1, "the end")
+            assert set(seen[-1].layer_generations) == {1}
+            diff = await fleet.placement.DiffPlacements(
+                placement_pb2.DiffPlacementsRequest(deployment="chat", from_generation=1, to_generation=0)
+            )
+            assert not diff.changes
+            task.cancel()
+
+    run(scenario())
+
+
+def test_bad_policy_in_the_configuration_ends_the_start() -> None:
+    async def scenario() -> None:
+        with pytest.raises(InvalidInputError, match="planning.policy is 'greedyy'.*use greedy"):
+            await Service(config_of(planning__policy="greedyy"), store=FlakyStore(), solver=InlineSolver()).start()  # type: ignore[arg-type]
+
+    run(scenario())
+
+
+def test_config_file_reaches_the_planner(tmp_path: Path) -> None:
+    file = tmp_path / "planner.toml"
+    file.write_text("[planning]\nmode = 'auto'\n[rollout]\ntries_max = 2\n")
+    config = load_config(file=file).config
+    assert (config.planning.mode, config.rollout.settings().tries_max) == ("auto", 2)
