@@ -78,6 +78,7 @@ class Hook:
         self._streams = streams_for(facts.device, port.compute_stream())
         self._routed = {layer: live.digest for layer, live in facts.live.items()}
         self._routed_digest = live_digest(self._routed)
+        self._generations = {layer: live.generation for layer, live in facts.live.items()}
         self._recorder: Recorder | None = Recorder(
             [(layer, shape.num_logical) for layer, shape in facts.shape.layers.items()],
             address=facts.description.address,
@@ -181,7 +182,7 @@ class Hook:
                 connected=self._link.is_connected,
                 open_id=machine.open_id,
                 flipped_id=machine.ledger.flipped_id,
-                generations={layer: live.generation for layer, live in machine.live.items()},
+                generations=dict(self._generations),
                 windows_sent=self._outbox.windows_sent,
                 windows_dropped=self._outbox.windows_dropped,
                 flips=self._flips,
@@ -309,6 +310,7 @@ class Hook:
         self._stager.note_flip(effect.stage, prepared.checksums)
         self._routed.update({change.layer: change.new_digest for change in effect.stage.layers})
         self._routed_digest = live_digest(self._routed)
+        self._generations.update({change.layer: effect.stage.generation for change in effect.stage.layers})
         self._flips += 1
         with self._lock:
             self._flipping = _Flipping(effect.stage.chunk_id, prepared, time.monotonic() - began)

@@ -144,6 +144,7 @@ class Stager:
             if self._checksums_of != stage.weights_version:
                 self._compute_checksums(stage.weights_version)
             mesh = self._mesh_for(stage, order.deadline)
+            reach("hook.staging.connected")
             staged, received = self._transfer.run(stage, mesh, order.deadline)
             prepared = self._prepare(stage, old_rows, staged)
         except TransferError as error:
@@ -173,21 +174,16 @@ class Stager:
         self._drop_mesh()
         if self._store is None and len(self._shape.group_rank_ids) > 1:
             raise TransferError(RefusalCode.TRANSFER, "this rank found no other ranks at start")
-        timeout_s = max(min(self._rendezvous_timeout_s, deadline - self._clock()), 0.01)
-        try:
-            mesh = GlooMesh(
-                self._store or local_store(), stage.mesh_id, self._position, len(self._shape.group_rank_ids), timeout_s
-            )
-        except RuntimeError as error:
-            self._spent_meshes.add(stage.mesh_id)
-            raise TransferError(
-                RefusalCode.TRANSFER, f"not all ranks connected within {timeout_s:.3g} s: {first_line(error)}"
-            ) from error
+        mesh = GlooMesh(self._store or local_store(), stage.mesh_id, self._position, len(self._shape.group_rank_ids))
         with self._lock:
-            self._mesh = mesh
+            self._mesh = mesh  # from here on `cancel` can end the wait for the others
             cancelled = stage.chunk_id in self._cancelled
         if cancelled:
-            raise TransferError(RefusalCode.WITHDRAWN, "withdrawn while connecting")
+            raise TransferError(RefusalCode.WITHDRAWN, "withdrawn before it was copied")
+        try:
+            mesh.connect(max(min(self._rendezvous_timeout_s, deadline - self._clock()), 0.01))
+        except RuntimeError as error:
+            raise TransferError(RefusalCode.TRANSFER, f"not all ranks connected: {first_line(error)}") from error
         return mesh
 
     def _drop_mesh(self) -> None:
@@ -195,7 +191,7 @@ class Stager:
             mesh, self._mesh = self._mesh, None
         if mesh is not None:
             self._spent_meshes.add(mesh.mesh_id)
-            mesh.abandon()
+            mesh.give_up()
 
     def _quiesce(self) -> None:
         """Make sure that nothing of a failed copy writes to staging any more: no connection, no work on the side stream."""

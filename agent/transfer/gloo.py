@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch.distributed
 _dist: Any = torch.distributed
 
 _ABANDON_TAG = (1 << 31) - 1
+_SOURCE_LINE = re.compile(r"^\[\S*:\d+\]\s*")
 
 
 class Work(Protocol):
@@ -35,6 +37,10 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes:
         """Read; blocks until it is there or the store's time-out. Raises RuntimeError then."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all are there, now."""
         ...
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
@@ -103,5 +109,5 @@ class GlooGroup:
 
 def first_line(error: BaseException) -> str:
     """What an error says, in one short line."""
-    text = str(error).strip()
+    text = _SOURCE_LINE.sub("", str(error).strip())
     return text.splitlines()[0][:200] if text else type(error).__name__

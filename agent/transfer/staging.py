@@ -48,13 +48,13 @@ class ExpertLayout:
     def of(cls, layer: LayerRef, tensors: Mapping[str, SlotTensor]) -> ExpertLayout:
         """The layout for a layer's slot tensors. Raises InvalidInputError when they disagree about the number of slots."""
         packed, offset, expert_bytes = [], 0, 0
-        slots = {tensor.data.shape[0] for tensor in tensors.values() if tensor.data.dim() and tensor.kind is TensorKind.EXPERT}
+        mine = {
+            name: tensor.data for name, tensor in tensors.items() if tensor.kind is TensorKind.EXPERT and tensor.data.numel()
+        }
+        slots = {data.shape[0] for data in mine.values() if data.dim()}
         if len(slots) > 1:
             raise InvalidInputError(f"layer {layer}: expert tensors disagree about the number of slots: {sorted(slots)}")
-        for name in sorted(tensors):
-            data, kind = tensors[name].data, tensors[name].kind
-            if kind is not TensorKind.EXPERT or data.numel() == 0:
-                continue
+        for name, data in sorted(mine.items()):
             size = data[0].numel() * data.element_size()
             packed.append(PackedTensor(name, offset, size, data.dtype, tuple(data.shape[1:])))
             offset = _align(offset + size, ALIGN_BYTES)
