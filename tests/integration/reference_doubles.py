@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +20,7 @@ from agent.engine.port import EngineDescription, EnginePort, RoutingTables, Slot
 from agent.engine.reference.config import RankConfig
 from agent.engine.reference.engine import LoadedStatus, NoHook, StepHook
 from agent.engine.reference.model import ServedModel, resolve
+from agent.engine.reference.rank import real_hook
 from eplb_service.ids import LayerRef
 from eplb_service.placement import Int32Array, logical_to_physical
 
@@ -214,19 +216,48 @@ class LateHook:
         self._hook.begin_step(num_real_tokens=num_real_tokens)
 
 
-def weightless(port: EnginePort, config: RankConfig) -> StepHook:
+HookMaker = Callable[[EnginePort, RankConfig], StepHook]
+
+
+def without_weights(port: EnginePort, config: RankConfig, make: HookMaker) -> StepHook:
     """The map flips, no weight moves."""
-    return scripted(StuckTensors(port, None), config)
+    return make(StuckTensors(port, None), config)
 
 
-def scale_left_behind(port: EnginePort, config: RankConfig) -> StepHook:
+def without_one_scale(port: EnginePort, config: RankConfig, make: HookMaker) -> StepHook:
     """The map flips and weights move, but not the scale of the first product."""
-    return scripted(StuckTensors(port, frozenset({"up_scale"})), config)
+    return make(StuckTensors(port, frozenset({"up_scale"})), config)
 
 
-def one_rank_late(port: EnginePort, config: RankConfig) -> StepHook:
+def second_rank_late(port: EnginePort, config: RankConfig, make: HookMaker) -> StepHook:
     """The second rank flips one step after the others."""
     if config.position != 1:
-        return scripted(port, config)
+        return make(port, config)
     late = LatePort(port)
-    return LateHook(late, scripted(late, config))
+    return LateHook(late, make(late, config))
+
+
+# By script (`scripted`), and by real rollouts (a planner and an agent process must be there).
+weightless = partial(without_weights, make=scripted)
+scale_left_behind = partial(without_one_scale, make=scripted)
+one_rank_late = partial(second_rank_late, make=scripted)
+weightless_rollout = partial(without_weights, make=real_hook)
+scale_left_behind_rollout = partial(without_one_scale, make=real_hook)
+one_rank_late_rollout = partial(second_rank_late, make=real_hook)
+
+
+class FailsAt(NoHook):
+    """Does not know how a commit came out, at one boundary of one rank."""
+
+    def __init__(self, port: EnginePort, boundary: int) -> None:
+        self._port = port
+        self._left = boundary
+
+    def begin_step(self, *, num_real_tokens: int) -> None:
+        if self._left == 0:
+            self._port.fail_stop("the vote on chunk 0x100000002 timed out after 10 s")
+        self._left -= 1
+
+
+def unknown_outcome(port: EnginePort, config: RankConfig) -> StepHook:
+    return FailsAt(port, 4) if config.position == 1 else NoHook()

@@ -16,7 +16,7 @@ import pytest
 
 from agent.engine.reference.client import RankClient
 from agent.engine.reference.launch import Fleet, launch_ranks
-from agent.engine.reference.messages import EndReason, Inspection, RankState
+from agent.engine.reference.messages import EndReason, Inspection, NewTokens, RankState
 from agent.engine.reference.model import checkpoint_digests
 from agent.engine.reference.port import ExitCode
 from eplb_service.errors import EnvironmentFault
@@ -293,6 +293,30 @@ def test_when_a_rank_is_killed_the_others_end_and_say_why(*, busy: bool) -> None
                 assert fleet.processes[position].exitcode == ExitCode.STEP_FAILED
                 assert "gone" in fleet.reason(position)
         assert {process.exitcode for process in fleet.processes} == {ExitCode.STEP_FAILED, -signal.SIGKILL}
+
+
+def collect_boundaries(client: RankClient, boundaries: list[int]) -> None:
+    while arrived := client.receive(timeout_s=WAIT_S):
+        boundaries += [message.boundary for message in arrived if isinstance(message, NewTokens)]
+
+
+def test_a_rank_that_must_not_run_another_step_ends_with_its_reason() -> None:
+    with tempfile.TemporaryDirectory(prefix="eplb-") as directory:
+        config = fleet_config(
+            directory, model="uneven", num_ranks=2, hook_factory="tests.integration.reference_doubles:unknown_outcome"
+        )
+        with launch_ranks(config) as fleet:
+            client = fleet.client(0)
+            client.submit(request_id=1, prompt=b"x", max_new_tokens=30)
+            boundaries: list[int] = []
+            with pytest.raises(EnvironmentFault, match="closed the connection"):
+                collect_boundaries(client, boundaries)
+            for process in fleet.processes:
+                process.join(WAIT_S)
+            assert [process.exitcode for process in fleet.processes] == [ExitCode.STEP_FAILED, ExitCode.FAIL_STOP]
+            assert fleet.reason(1) == "rank-1: fail stop: the vote on chunk 0x100000002 timed out after 10 s"
+            # Boundary 4 was never passed by the rank that stopped, so no step after it gave a token.
+            assert boundaries == [0, 1, 2, 3]
 
 
 LAUNCHER = """

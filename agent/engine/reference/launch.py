@@ -39,7 +39,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
     """Start all ranks of a fleet and wait until every one is ready.
 
-    They fork from a server process that has torch and the model's code loaded, and die with this process.
+    They fork from a server process that has torch and the model's code loaded (whose import must start no thread), and die
+    with this process.
 
     Args:
         config: The fleet; its run directory must exist.

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from agent.engine.port import EngineDescription, EngineModel
+from agent.engine.port import EngineDescription, EngineModel, EnginePort
 from agent.engine.reference.config import RankConfig
 from agent.engine.reference.engine import NoHook, ReferenceEngine, StepHook
 from agent.engine.reference.exchange import ExpertExchange
@@ -224,15 +224,18 @@ def describe(
 
 def make_hook(config: RankConfig, port: ReferencePort) -> StepHook:
     """The hook that the configuration asks for: a test's own, the real one, or none."""
+    if config.fleet.hook_factory:
+        return cast("StepHook", resolve(config.fleet.hook_factory)(port, config))
+    return NoHook() if config.hook_socket is None else real_hook(port, config)
+
+
+def real_hook(port: EnginePort, config: RankConfig) -> Hook:
+    """The product's hook over this port. Raises InvalidInputError when the rank has no hook socket."""
     fleet = config.fleet
-    if fleet.hook_factory:
-        return cast("StepHook", resolve(fleet.hook_factory)(port, config))
-    if config.hook_socket is None:
-        return NoHook()
     return Hook(
         port,
         HookConfig(
-            socket_path=config.hook_socket,
+            socket_path=config.hook_socket or "",
             staging_bytes=fleet.staging_bytes,
             vote_period=fleet.vote_period,
             window_steps=fleet.window_steps,
