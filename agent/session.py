@@ -2,10 +2,10 @@
 
 A rank is followed from the moment its hook says who it is:
 
-    REGISTERING --accepted--> REGISTERED --attach--> ATTACHED        facts pass to the planner, orders to the hook
-         |  ^                     |                      |
-         |  +--retry-- WAITING <--+----planner lost------+
-         +--refused, unreachable-^
+    REGISTERING --accepted--> ATTACHED        facts pass to the planner, orders to the hook
+       |     ^                   |
+       |     +--retry-- WAITING <+  planner lost
+       +--refused, unreachable-^
 
 `TRANSITIONS` below is the whole of it. Only an ATTACHED rank's messages pass, in either direction; all others are dropped
 and logged. Dropping what a rank says while the planner is away is safe: nothing that a planner must know is said only once.
@@ -69,8 +69,7 @@ class RankState(Enum):
 
     REGISTERING = auto()  # asked, not answered
     WAITING = auto()  # refused, or the planner is away; asks again at `retry_at_s`
-    REGISTERED = auto()  # the planner knows it; the control stream does not carry it yet
-    ATTACHED = auto()  # on the control stream
+    ATTACHED = auto()  # registered, and listed in an Attach on the control stream
 
 
 class Step(Enum):
@@ -81,23 +80,19 @@ class Step(Enum):
     REFUSED = auto()
     UNREACHABLE = auto()
     RETRY = auto()
-    ATTACH = auto()
     PLANNER_LOST = auto()  # the control stream ended
 
 
 TRANSITIONS: Mapping[tuple[RankState, Step], RankState] = {
     (RankState.REGISTERING, Step.LINKED): RankState.REGISTERING,
     (RankState.WAITING, Step.LINKED): RankState.REGISTERING,
-    (RankState.REGISTERED, Step.LINKED): RankState.REGISTERING,
     (RankState.ATTACHED, Step.LINKED): RankState.REGISTERING,
-    (RankState.REGISTERING, Step.ACCEPTED): RankState.REGISTERED,
+    (RankState.REGISTERING, Step.ACCEPTED): RankState.ATTACHED,
     (RankState.REGISTERING, Step.REFUSED): RankState.WAITING,
     (RankState.REGISTERING, Step.UNREACHABLE): RankState.WAITING,
     (RankState.WAITING, Step.RETRY): RankState.REGISTERING,
-    (RankState.REGISTERED, Step.ATTACH): RankState.ATTACHED,
     (RankState.REGISTERING, Step.PLANNER_LOST): RankState.WAITING,
     (RankState.WAITING, Step.PLANNER_LOST): RankState.WAITING,
-    (RankState.REGISTERED, Step.PLANNER_LOST): RankState.WAITING,
     (RankState.ATTACHED, Step.PLANNER_LOST): RankState.WAITING,
 }
 
@@ -332,7 +327,6 @@ class Session:
             self._out.append(ToHook(rank.link, answer))
 
     def _attach(self, rank: _Rank) -> None:
-        rank.move(Step.ATTACH)
         assert self._deployment is not None
         attach = Attach(deployment=self._deployment, ranks=(rank.address,))
         if self._stream is None:
