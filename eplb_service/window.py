@@ -3,9 +3,9 @@
 Ranks of a group step in lock-step, so window k = step boundaries [kW, (k+1)W) of one group id is the same steps everywhere:
 the ranks are added up by (group id, k). A report is idempotent by (rank, incarnation, group, k).
 
-A window *closes* when every rank of its group has reported it, or when some rank reports a window LATENESS_WINDOWS later; a
-report for a closed window is late. Only closed windows are combined. Memory is bounded by windows and by bytes: the oldest
-window goes first, and what goes is counted.
+A window *closes* when every rank of its group has reported it, or when the group is LATENESS_WINDOWS further. The group is as
+far as its second rank, so one rank that runs ahead closes nothing. A report for a closed window is late. Only closed windows
+are combined. Memory is bounded by windows and by bytes: the oldest window goes first, and what goes is counted.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class Windows:
 
     def _close(self, report: LoadReport, expected: Expected, window: GroupWindow) -> tuple[tuple[GroupId, int], ...]:
         """Close the report's window if it is complete, and those too old to wait for."""
-        self._horizon = max(self._horizon, report.window_index - LATENESS_WINDOWS + 1)
+        self._horizon = max(self._horizon, self._progress(expected) - LATENESS_WINDOWS + 1)
         closed = []
         for other in self._in_order():
             complete = other is window and set(expected.incarnations) <= set(other.reports)
@@ -230,6 +230,11 @@ class Windows:
                 other.is_closed = True
                 closed.append((other.group_id, other.window_index))
         return tuple(closed)
+
+    def _progress(self, expected: Expected) -> int:
+        """How far the group is: the window of its second rank, or of its first when it has or heard no more than that."""
+        latest = sorted(state.last_index for state in self._ranks.values() if state.group_id == expected.group_id)
+        return latest[-2] if len(latest) > 1 and len(expected.incarnations) > 2 else latest[-1]
 
     def _bound(self) -> None:
         """Drop the oldest windows until both bounds hold; the newest stays."""

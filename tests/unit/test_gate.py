@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import InvalidInputError
+from eplb_service.gate import CostModel, GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
+from eplb_service.ids import RankId
+from eplb_service.noise import fresh_imbalance, largest_of_normals, normal_cdf, overdispersion, rank_moments
+from eplb_service.placement import Table
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.greedy import GreedyPolicy
+from eplb_service.policy.verify import verify
+from eplb_service.topology import Topology
+
+TOPOLOGY = Topology.regular(num_ranks=8, num_nodes=2)
+CHEAP = CostModel(seconds_per_step=0.02, horizon_steps=100_000, bytes_per_s=1e10, commit_stall_s=0.001)
+CONFIG = GateConfig(cost=CHEAP)
+LINEAR = Table.linear(model="m", layer_ids=range(6), num_logical=32, rank_ids=TOPOLOGY.rank_ids, slots_per_rank=5)
+
+
+def popularity(seed: int) -> npt.NDArray[np.float64]:
+    weights = np.exp(np.random.default_rng(seed).normal(0, 1, (6, 32)))
+    shares: npt.NDArray[np.float64] = weights / weights.sum(axis=1, keepdims=True)
+    return shares
+
+
+def sample(shares: npt.NDArray[np.float64], tokens: int, seed: int, num_windows: int = 1) -> npt.NDArray[np.float64]:
+    random = np.random.default_rng(seed)
+    drawn = [[random.multinomial(tokens // num_windows, layer) for layer in shares] for _ in range(num_windows)]
+    return np.array(drawn, np.float64)
+
+
+def evidence(loads: npt.NDArray[np.float64], current: Table, topology: Topology = TOPOLOGY) -> TableEvidence:
+    problem = PlanningProblem(loads=loads, topology=topology, current=current, expert_bytes=(40_000_000,) * current.num_layers)
+    proposal = verify(problem, GreedyPolicy().plan(problem), policy="greedy", solve_s=0.0)
+    return TableEvidence(loads=loads, current=current, proposal=proposal)
+
+
+def inputs(table: TableEvidence, **changes: Any) -> GateInputs:
+    made = GateInputs(tables=(table,), topology=TOPOLOGY, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None)
+    return replace(made, **changes)
+
+
+def verdict(table: TableEvidence, config: GateConfig = CONFIG, **changes: Any) -> Verdict:
+    return decide(config, inputs(table, **changes))
+
+
+SKEWED = evidence(sample(popularity(0), 200_000, 1), LINEAR)
+
+
+def test_a_large_real_gain_that_pays_is_a_move_with_its_numbers() -> None:
+    answer = verdict(SKEWED)
+    assert answer.move
+    assert answer.code is VerdictCode.MOVE
+    assert answer.numbers["imbalance_mean_before"] == pytest.approx(SKEWED.proposal.before.mean)
+    assert answer.numbers["saved_s"] > answer.numbers["cost_s"] > 0
+    for number in ("mean over layers", "worst layer", f"{SKEWED.proposal.before.mean:.4f}", "100000 steps"):
+        assert number in answer.reason
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "code", "words"),
+    [
+        ({"generation_age_s": 59.0}, CONFIG, VerdictCode.TOO_SOON, "59.0 s old, at least 60.0 s"),
+        ({"coverage": 0.5}, CONFIG, VerdictCode.LOW_COVERAGE, "covers 50% of ranks and steps, at least 90%"),
+        ({}, replace(CONFIG, min_tokens=300_000), VerdictCode.TOO_FEW_TOKENS, "holds 200000 token assignments"),
+        ({}, replace(CONFIG, min_gain_mean=5.0, min_gain_worst=9.0), VerdictCode.GAIN_TOO_SMALL, "at least 5.0000 or 9.0000"),
+        ({}, replace(CONFIG, noise_sigmas=1e4), VerdictCode.WITHIN_NOISE, "within 10000 standard errors"),
+        ({}, replace(CONFIG, cost=None), VerdictCode.NO_COST_MODEL, "no cost model is configured"),
+        ({}, replace(CONFIG, cost=replace(CHEAP, horizon_steps=1)), VerdictCode.COST_EXCEEDS_GAIN, "over 1 steps and costs"),
+        ({"num_chunks": 10**7}, CONFIG, VerdictCode.COST_EXCEEDS_GAIN, "1e+04 s of stalls"),
+    ],
+)
+def test_the_answer_is_keep_with_a_reason(changes: dict[str, Any], config: GateConfig, code: VerdictCode, words: str) -> None:
+    answer = verdict(SKEWED, config, **changes)
+    assert not answer.move
+    assert answer.code is code
+    assert answer.reason.startswith("keep: ")
+    assert words in answer.reason
+
+
+def test_a_proposal_that_changes_nothing_is_kept() -> None:
+    planned = evidence(SKEWED.loads, SKEWED.proposal.placement)
+    answer = verdict(planned)
+    assert (answer.move, answer.code) == (False, VerdictCode.NO_CHANGE)
+
+
+def test_a_slow_link_makes_the_same_gain_too_dear_vllm_50647() -> None:
+    slow = replace(CONFIG, cost=replace(CHEAP, bytes_per_s=1e3))
+    assert verdict(SKEWED, slow).code is VerdictCode.COST_EXCEEDS_GAIN
+    harmless = replace(CONFIG, cost=replace(CHEAP, bytes_per_s=1e3, copy_interference=0.0))
+    assert verdict(SKEWED, harmless).move
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000), st.sampled_from([2_000, 20_000, 500_000]))
+def test_resample_of_the_same_load_from_its_own_plan_is_kept(seed: int, tokens: int) -> None:
+    shares = popularity(seed)
+    first = evidence(sample(shares, tokens, seed + 1), LINEAR)
+    again = evidence(sample(shares, tokens, seed + 2), first.proposal.placement)
+    eager = replace(CONFIG, min_gain_mean=0.0, min_gain_worst=0.0, min_tokens=0, cost=replace(CHEAP, horizon_steps=10**9))
+    answer = verdict(again, eager)
+    assert not answer.move, answer.reason
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(st.integers(0, 10_000))
+def test_a_load_that_drifted_is_moved_for(seed: int) -> None:
+    first = evidence(sample(popularity(seed), 500_000, seed + 1), LINEAR)
+    drifted = evidence(sample(popularity(seed + 7), 500_000, seed + 2), first.proposal.placement)
+    assert verdict(drifted).move
+
+
+def test_lost_experts_are_moved_for_at_once_whatever_else_holds() -> None:
+    topology = replace(TOPOLOGY, dead=frozenset({RankId(3)}))
+    broken = evidence(SKEWED.loads[:, :, :30], Table.linear(
+        model="m", layer_ids=range(6), num_logical=30, rank_ids=TOPOLOGY.rank_ids, slots_per_rank=5
+    ), topology)  # fmt: skip
+    answer = verdict(broken, replace(CONFIG, cost=None), topology=topology, generation_age_s=0.0, coverage=0.0)
+    assert answer.move
+    assert answer.code is VerdictCode.COVERAGE_BROKEN
+    assert answer.numbers["uncovered_before"] > answer.numbers["uncovered_after"] == 0
+
+
+def test_idle_deployment_is_kept() -> None:
+    idle = evidence(np.zeros((1, 6, 32)), LINEAR)
+    assert verdict(idle).code is VerdictCode.NO_CHANGE
+    forced = replace(idle, proposal=SKEWED.proposal)
+    assert verdict(forced, replace(CONFIG, min_tokens=0)).code is VerdictCode.TOO_FEW_TOKENS
+
+
+def test_gate_without_tables_and_bad_settings_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="at least one table"):
+        decide(CONFIG, replace(inputs(SKEWED), tables=()))
+    with pytest.raises(InvalidInputError, match="bytes_per_s"):
+        replace(CHEAP, bytes_per_s=0.0)
+    with pytest.raises(InvalidInputError, match="copy_interference"):
+        replace(CHEAP, copy_interference=1.5)
+    with pytest.raises(InvalidInputError, match="min_coverage"):
+        GateConfig(min_coverage=2.0)
+    with pytest.raises(InvalidInputError, match="noise_sigmas"):
+        GateConfig(noise_sigmas=float("nan"))
+
+
+def test_largest_of_normals_equals_simulation() -> None:
+    random = np.random.default_rng(0)
+    for means, errors in (([1.0, 1, 1, 1], [0.1, 0.1, 0.1, 0.1]), ([1.0, 1.2, 0.5], [0.2, 0.05, 0.01]), ([3.0], [0.5])):
+        drawn = random.normal(means, errors, (400_000, len(means))).max(axis=1)
+        mean, spread = largest_of_normals(np.array(means), np.array(errors))
+        assert mean == pytest.approx(drawn.mean(), abs=2e-3)
+        assert spread == pytest.approx(drawn.std(), abs=2e-3)
+    assert largest_of_normals(np.array([1.0, 2.0]), np.zeros(2)) == (2.0, 0.0)
+
+
+def test_normal_distribution_function_has_its_known_values() -> None:
+    assert normal_cdf(np.array([-1.959964, 0.0, 1.0])).tolist() == pytest.approx([0.025, 0.5, 0.8413447], abs=2e-7)
+
+
+def test_fresh_imbalance_equals_what_resampling_shows() -> None:
+    shares = popularity(3)
+    loads = shares * 4000
+    moments = rank_moments(loads, LINEAR, TOPOLOGY, Dispatch.EVEN, 1.0)
+    expected = fresh_imbalance([moments])
+    seen = []
+    for seed in range(300):
+        means, _ = rank_moments(sample(shares, 4000, seed)[0], LINEAR, TOPOLOGY, Dispatch.EVEN, 1.0)
+        seen.append(means.max(axis=1))
+    layers = np.array(seen)
+    assert expected.mean == pytest.approx(layers.mean(), rel=0.01)
+    assert expected.worst == pytest.approx(layers.max(axis=1).mean(), rel=0.02)
+    assert expected.worst_error == pytest.approx(layers.max(axis=1).std(), rel=0.3)
+
+
+def test_hashed_dispatch_adds_the_noise_of_the_hash() -> None:
+    loads = popularity(3) * 4000
+    _, even = rank_moments(loads, LINEAR, TOPOLOGY, Dispatch.EVEN, 1.0)
+    _, hashed = rank_moments(loads, LINEAR, TOPOLOGY, Dispatch.HASHED, 1.0)
+    assert (hashed >= even).all()
+    assert (hashed > even).any()
+
+
+def test_tokens_that_go_together_widen_the_noise() -> None:
+    shares = popularity(1)
+    independent = sample(shares, 80_000, 5, num_windows=8)
+    assert overdispersion(independent) < 1.6
+    clumped = sample(shares, 8_000, 5, num_windows=8) * 10
+    assert overdispersion(clumped) == pytest.approx(10, rel=0.3)
+    assert overdispersion(independent[:3]) == 1.0
+    assert overdispersion(np.zeros((8, 2, 4))) == 1.0
