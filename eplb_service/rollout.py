@@ -7,7 +7,7 @@
 `_ON_EVENT`, `_ON_MESSAGE` and `_ON_DEADLINE` at the end are the transition table; a message without an entry is dropped and
 counted. What holds in every state:
 
-- A message of another life, group or chunk changes nothing. A reply that has seen a higher epoch ends the machine (OUTRANKED).
+- A message of another life, group or chunk changes nothing. A sign of another leader ends the machine (OUTRANKED).
 - Whatever ends a rollout goes through `_finish`: the machine is free for the next one, whatever went wrong.
 - Every state has a deadline, save those where nothing is waited for (WAITING, IDLE, OUTRANKED) and an engine without steps.
 - `live` is what was proven: by an equal set of replies, or by the flips of all ranks. In doubt it is None.
@@ -64,8 +64,6 @@ from eplb_service.rollout_events import (
 )
 from eplb_service.rollout_start import chunks_to_roll_out
 
-_NO_EPOCH = Epoch(0)
-
 
 @dataclass(slots=True)
 class _Run:
@@ -95,12 +93,20 @@ class _Vitals:
 class Rollout:
     """`handle(event, now)` → effects, in the order they must run. now: monotonic clock, seconds; never goes back.
 
-    store_was_empty: the store knew nothing of this deployment when it gave us this epoch. It may have lost its data and handed
-    out an epoch that another planner has: then ranks are first asked, with a Hello of epoch 0 that closes nothing, for the
-    epoch that they have seen, and ours must be higher.
+    generation_floor: highest generation that the store, or an earlier machine of this process, knows.
+    first_sequence: where our chunk ids begin. A store that lost its data may hand out an epoch that another planner still
+    uses; drawn at random (say `1 + 65536 * randrange(65536)`), two leaders of one epoch share no chunk id, so that a vote is
+    never for two contents, and the foreign ids that ranks mention give the other one away: then we are outranked by our epoch.
     """
 
-    def __init__(self, epoch: Epoch, settings: RolloutSettings, *, store_was_empty: bool = False) -> None:
+    def __init__(
+        self,
+        epoch: Epoch,
+        settings: RolloutSettings,
+        *,
+        generation_floor: GenerationNumber = AS_LOADED,
+        first_sequence: int = 1,
+    ) -> None:
         self.epoch = epoch
         self.settings = settings
         self._phase = RolloutState.WAITING  # while no chunk is open
@@ -108,16 +114,15 @@ class Rollout:
         self._away: frozenset[RankId] = frozenset()
         self._vitals: dict[RankId, _Vitals] = {}
         self._replies: LiveReplies | None = None
-        self._is_epoch_proven = not store_was_empty
-        self._unproven: set[RankId] = set()
         self._live: LiveMap | None = None
         self._alarm: Alarm | None = None
         self._run: _Run | None = None
         self._chunk: OpenChunk | None = None
-        self._sequence = 0
+        self._first_sequence = first_sequence
+        self._next_sequence = first_sequence
         self._mesh_id: ChunkId | None = None
         self._last_opened = self._last_flipped = self._last_aborted = NO_CHUNK
-        self._generation_floor = AS_LOADED
+        self._generation_floor = generation_floor
         self._token = 0
         self._since_s = 0.0
         self._deadline_s: float | None = None
@@ -151,7 +156,7 @@ class Rollout:
 
     @property
     def generation_floor(self) -> GenerationNumber:
-        """Highest generation that the ranks ever saw; the next is 1 + max(store, this)."""
+        """Highest generation that the store or any rank ever saw; the next one is higher."""
         return self._generation_floor
 
     @property
@@ -175,8 +180,6 @@ class Rollout:
         waiting_for = chunk.waiting_for if chunk is not None else ()
         if chunk is None and self._phase is RolloutState.HELLO and self._replies is not None:
             waiting_for = self._replies.missing
-        elif chunk is None and self._unproven and self._group is not None:
-            waiting_for = tuple(rank for rank in self._group.rank_ids if rank in self._unproven)
         elif chunk is None and self._hold and self._group is not None:
             waiting_for = tuple(rank for rank in self._group.rank_ids if rank in self._away)
         return Progress(
@@ -211,11 +214,7 @@ class Rollout:
         self._end_group("the group was formed anew", now)
         self._group = event.group
         self._vitals = {entry.address.rank_id: _Vitals(entry.weights_version) for entry in event.group.registrations}
-        if self._is_epoch_proven:
-            self._ask_all(now)
-        else:
-            self._unproven = set(event.group.rank_ids)
-            self._ask_epochs(now)
+        self._ask_all(now)
 
     def _on_group_lost(self, event: GroupLost, now: float) -> None:
         if self._group is None or self._group.group_id != event.group_id:
@@ -241,7 +240,7 @@ class Rollout:
         if not self._is_of_group(event.address):
             return
         self._away -= {event.address.rank_id}
-        self._effects.append(Send(Hello(to=event.address, epoch=_NO_EPOCH if self._unproven else self.epoch)))
+        self._effects.append(Send(Hello(to=event.address, epoch=self.epoch)))
         if self._chunk is not None:
             self._effects += self._chunk.attached(event.address, self._away, now)
         else:
@@ -257,7 +256,7 @@ class Rollout:
     def _outranked(self, by: Epoch, now: float) -> None:
         """Nothing more is sent: the new leader's Hello closes what is open."""
         self._chunk = None
-        self._finish(Outcome.STOPPED, f"epoch {by} leads this deployment now, ours is {self.epoch}", now)
+        self._finish(Outcome.STOPPED, f"another planner leads this deployment with epoch {by}; ours is {self.epoch}", now)
         self._live = None
         self._effects.append(Outranked(by))
         self._enter(RolloutState.OUTRANKED, now)
@@ -285,6 +284,8 @@ class Rollout:
                 f"rank {answer.sender.rank_id} flipped chunk {answer.chunk_id:#x}, which another rank closed without a flip"
             )
             self._in_doubt(Alarm(AlarmCode.FLIP_AFTER_DISARM, reason), now)
+        elif self._is_foreign(answer.chunk_id):
+            self._outranked(self.epoch, now)
         else:
             self._drop(f"{type(answer).__name__} of another chunk")
 
@@ -299,22 +300,6 @@ class Rollout:
             _ON_DEADLINE[self._phase](self, now)
 
     # ── asking what is live ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _ask_epochs(self, now: float) -> None:
-        """Hello of epoch 0: answered by name of the epoch that the rank has seen, and nothing is closed for it."""
-        for rank, address in self._ready_group.addresses.items():
-            if rank in self._unproven:
-                self._effects.append(Send(Hello(to=address, epoch=_NO_EPOCH)))
-        self._enter(RolloutState.HELLO, now, self.settings.hello_timeout_s)
-
-    def _on_epoch_told(self, live: Live, now: float) -> None:
-        if live.epoch_seen >= self.epoch:
-            self._outranked(live.epoch_seen, now)
-            return
-        self._unproven.discard(live.sender.rank_id)
-        if not self._unproven:
-            self._is_epoch_proven = True
-            self._ask_all(now)
 
     def _ask_all(self, now: float) -> None:
         self._live = self._mesh_id = None
@@ -331,16 +316,14 @@ class Rollout:
 
     def _ask_silent(self, now: float) -> None:
         addresses = self._ready_group.addresses
-        if self._unproven:
-            self._ask_epochs(now)
-        elif self._replies is not None:
+        if self._replies is not None:
             self._ask(addresses[rank] for rank in self._replies.missing)
         self._deadline_s = now + self.settings.hello_timeout_s
         self._stalled = True
 
     def _heard(self, live: Live, now: float) -> LiveMap | None:
         """What a reply is good for in every state; None when it is not to be used, or ended the machine."""
-        if live.epoch_seen > self.epoch:
+        if live.epoch_seen > self.epoch or self._is_foreign(live.closed_id) or self._is_foreign(live.flipped_id):
             self._outranked(live.epoch_seen, now)
         elif live.epoch != self.epoch:
             self._drop("Live of another epoch")
@@ -355,15 +338,10 @@ class Rollout:
                 self._raise_alarm(Alarm(AlarmCode.BAD_LIVE, f"rank {rank}: {error}"))
                 return None
             self._generation_floor = max(self._generation_floor, live.generation_seen, live_map.newest_generation)
-            if chunk_epoch(live.closed_id) == self.epoch:
-                self._sequence = max(self._sequence, live.closed_id & (1 << CHUNK_SEQUENCE_BITS) - 1)
             return live_map
         return None
 
     def _on_live_asked(self, live: Live, now: float) -> None:
-        if self._unproven:
-            self._on_epoch_told(live, now)
-            return
         live_map, replies = self._heard(live, now), self._replies
         if live_map is None or replies is None:
             return
@@ -521,8 +499,8 @@ class Rollout:
             self._finish(Outcome.STOPPED, f"waited {self.settings.hold_timeout_s:g} s: {held}", now)
 
     def _open(self, run: _Run, weights_version: int, now: float) -> None:
-        self._sequence += 1
-        self._last_opened = chunk_id(self.epoch, self._sequence)
+        self._last_opened = chunk_id(self.epoch, self._next_sequence)
+        self._next_sequence += 1
         self._mesh_id = self._mesh_id or self._last_opened
         run.tries += 1
         self._hold = ""
@@ -612,6 +590,11 @@ class Rollout:
     @property
     def _is_idle(self) -> bool:
         return all(vitals.idle for vitals in self._vitals.values())
+
+    def _is_foreign(self, chunk: ChunkId) -> bool:
+        """A chunk of our epoch that we never opened: another planner believes that this epoch is its own."""
+        sequence = chunk & (1 << CHUNK_SEQUENCE_BITS) - 1
+        return chunk_epoch(chunk) == self.epoch and not self._first_sequence <= sequence < self._next_sequence
 
     @property
     def _ready_group(self) -> Group:

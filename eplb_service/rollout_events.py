@@ -205,7 +205,7 @@ class AlarmCleared:
 
 @dataclass(frozen=True, slots=True)
 class Outranked:
-    """Ranks have seen a higher epoch than ours: lead again with this floor, or step down."""
+    """Ranks have seen a higher epoch than ours, or ours from another planner: lead again with this floor, or step down."""
 
     epoch: Epoch
 

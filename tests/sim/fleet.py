@@ -149,6 +149,7 @@ class Fleet:
     def boot(self, live: LiveMap) -> None:
         """All ranks start anew from one map (rank 0 asked for it and broadcast it)."""
         self.life += 1
+        self.epoch_seen = 0
         self.is_running = True
         self.is_idle = False
         self.world.note(f"fleet boots, life {self.life}, map {live.digest:#x}")
@@ -207,6 +208,12 @@ class Fleet:
         """Something of this life only."""
         life = self.life
         self.world.after(delay_s, lambda: action() if life == self.life and self.is_running else None)
+
+    def forget_generations(self, known_elsewhere: int) -> None:
+        """Numbers that nobody remembers any more (store, planners and ranks all lost them) may be given again."""
+        here = max(layer.generation for rank in self.ranks for layer in rank.routed.values())
+        known = max(here, known_elsewhere)
+        self.generation_rows = {key: digest for key, digest in self.generation_rows.items() if key[0] <= known}
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -272,8 +279,9 @@ class Fleet:
         """A planner's message arrives at its rank (or at whoever has its id now)."""
         if self.is_running:
             epoch = message.epoch if isinstance(message, Hello | Disarm) else chunk_epoch(message.chunk_id)
-            self.epoch_seen = max(self.epoch_seen, epoch)
             rank = self.ranks[self.rank_ids.index(message.to.rank_id)]
+            if rank.address == message.to:  # the machine itself drops the others
+                self.epoch_seen = max(self.epoch_seen, epoch)
             self._handle(rank, hook.Received(message))
 
     def tick(self) -> None:

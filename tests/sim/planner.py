@@ -9,7 +9,7 @@ from eplb_service.errors import EplbError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber
 from eplb_service.imbalance import Imbalance
-from eplb_service.membership import Attached, Detached, Gone, Membership, MembershipEvent, Ready, Registered
+from eplb_service.membership import Attached, Detached, Gone, Membership, MembershipEvent, Ready, Registered, WeightsSeen
 from eplb_service.moves import NO_MOVES
 from eplb_service.rollout import Rollout
 from eplb_service.rollout_events import (
@@ -61,10 +61,9 @@ class SimStore:
     generations: dict[int, Generation] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
 
-    def lead(self, floor: int) -> tuple[Epoch, bool]:
-        was_empty = self.epoch == 0
+    def lead(self, floor: int) -> Epoch:
         self.epoch = 1 + max(self.epoch, floor)
-        return Epoch(self.epoch), was_empty
+        return Epoch(self.epoch)
 
     def lose(self) -> None:
         self.epoch = self.latest = 0
@@ -83,6 +82,7 @@ class PlannerProcess:
         self.membership = Membership(DEPLOYMENT)
         self.epoch = Epoch(0)
         self.has_adopted = False
+        self.timer: tuple[Rollout, float | None] | None = None
         self._lead(0)
         fleet.listeners.append(self.receive)
         fleet.on_gone.append(self._rank_gone)
@@ -98,14 +98,22 @@ class PlannerProcess:
             self.fleet.on_formed.remove(self._meet_ranks)
 
     def _lead(self, floor: int) -> None:
-        before = self.epoch
-        self.epoch, was_empty = self.store.lead(max(floor, self.epoch))
-        self.rollout = Rollout(self.epoch, SETTINGS, store_was_empty=was_empty and not before)
+        self.epoch = self.store.lead(max(floor, self.epoch))
+        self.rollout = Rollout(
+            self.epoch,
+            SETTINGS,
+            generation_floor=self.generation_floor(),
+            first_sequence=1 + 65536 * self.world.random.randrange(65536),
+        )
         self.has_adopted = False
         self.world.note(f"{self.name} leads with epoch {self.epoch}")
         status = self.membership.status
         if isinstance(status, Ready):
             self.feed(GroupReady(status.group))
+
+    def generation_floor(self) -> GenerationNumber:
+        mine = self.rollout.generation_floor if hasattr(self, "rollout") else GenerationNumber(0)
+        return max(mine, GenerationNumber(self.store.latest))
 
     # ── ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -137,13 +145,19 @@ class PlannerProcess:
             changes = self.membership.handle(event, self.world.now)
         except EplbError:
             self.world.counts["registrations refused"] += 1
+            if isinstance(event, Registered):
+                address = event.registration.address
+                self.world.after(self.world.random.uniform(0.5, 1.5), lambda: self._meet(address))
             return
         for change in changes:
             self.feed(change)
 
     def receive(self, message: FromRank) -> None:
-        if self.is_alive:
-            self.feed(Received(message))
+        if not self.is_alive:
+            return
+        if isinstance(message, Pulse):
+            self.member(WeightsSeen(message.sender, message.weights_version))
+        self.feed(Received(message))
 
     # ── the machine ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -154,15 +168,16 @@ class PlannerProcess:
         for effect in machine.handle(event, self.world.now):
             if self.is_alive:
                 self._run(effect)
-        if self.is_alive and machine is self.rollout and not (isinstance(event, Received) and isinstance(event.message, Pulse)):
+        if self.is_alive and machine is self.rollout and self.timer != (machine, machine.next_deadline):
             self._set_timer()
 
     def _set_timer(self) -> None:
-        machine, due_s = self.rollout, self.rollout.next_deadline
+        machine, due_s = self.timer = self.rollout, self.rollout.next_deadline
         if due_s is not None:
 
             def fire() -> None:
                 if self.is_alive and machine is self.rollout and machine.next_deadline == due_s:
+                    self.timer = None
                     self.feed(Tick())
 
             self.world.after(max(0.0, due_s - self.world.now), fire)
@@ -209,6 +224,7 @@ class PlannerProcess:
     def _check_live(self, change: LiveChanged) -> None:
         """What the leader holds to be live is what every rank routes by."""
         self.has_adopted = True
+        self._soon_start()
         group = self.rollout.group
         if group is None or group.group_id != self.fleet.life or self.epoch < self.fleet.epoch_seen or not self.fleet.is_running:
             return
@@ -218,7 +234,6 @@ class PlannerProcess:
                 rank.digest == change.live.digest,
                 f"{self.name} takes {change.live.digest:#x} for live ({change.reason}), rank {rank.address.rank_id} routes {rank.digest:#x}",
             )
-        self._soon_start()
 
     # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -24,6 +24,7 @@ class Run:
         self.store = SimStore()
         self.planners: list[PlannerProcess] = []
         self._new_planner()
+        self.fleet.on_formed.append(self._forget)
         chance = self.world.random
         faults = [self._take_over, self._kill_planner, self._lose_store, self._crash_rank, self._idle, self._break_stream, self._reload]
         for fault in chance.sample(faults, chance.randint(0, len(faults))):
@@ -77,6 +78,12 @@ class Run:
         for planner in self.planners:
             planner.is_current = False
         self.planners.append(PlannerProcess(self.world, self.fleet, self.store, f"P{len(self.planners) + 1}"))
+        self._forget()
+
+    def _forget(self) -> None:
+        leader = self.leader
+        floor = leader.generation_floor() if leader.is_alive else 0
+        self.fleet.forget_generations(max(self.store.latest, floor))
 
     def _take_over(self) -> None:
         """Another planner leads while the old one lives on."""
@@ -86,6 +93,7 @@ class Run:
     def _kill_planner(self) -> None:
         self.world.counts["planners killed"] += 1
         self.leader.die("killed")
+        self._forget()
         self.world.after(self.world.random.uniform(0.1, 3.0), lambda: None if self.leader.is_alive else self._new_planner())
 
     def _lose_store(self) -> None:
@@ -93,6 +101,7 @@ class Run:
             self.world.counts["stores lost"] += 1
             self.world.note("the store loses everything")
             self.store.lose()
+            self._forget()
 
     def _crash_rank(self) -> None:
         self.fleet.crash()
