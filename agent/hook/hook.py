@@ -95,6 +95,7 @@ class Hook:
             facts.description.address, facts.shape, facts.live, weights_version=self._weights_version, off_reason="not started"
         )
         self._off["start"] = "not started"
+        self._meeting: Meeting | None = None
         self._voter: Voter | None = None
         self._stager: Stager | None = None
         self._link = Link(
@@ -111,7 +112,7 @@ class Hook:
     def start(self) -> None:
         """Find the other ranks, allocate staging, start the threads. What fails here leaves the hook observe-only."""
         self._check_switch()
-        meeting = meet(self._facts, self._config)
+        self._meeting = meeting = meet(self._facts, self._config)  # kept: other ranks may still be on their way to our store
         problem = meeting.problem
         if not problem:
             try:

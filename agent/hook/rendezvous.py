@@ -7,6 +7,8 @@ wrote.
 from __future__ import annotations
 
 import json
+import socket
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -14,13 +16,18 @@ from agent.engine.port import EngineDescription
 from agent.transfer.gloo import Store, first_line, prefixed, tcp_store
 from eplb_service.errors import ConflictError, DeadlineError
 
+_RETRY_S = 0.05
+
 
 def open_store(description: EngineDescription, timeout_s: float) -> Store:
     """The group's store. Raises DeadlineError when it cannot be hosted or reached in time."""
     host, port = description.rendezvous_host, description.rendezvous_port
     is_host = description.address.rank_id == description.group_rank_ids[0]
+    until = time.monotonic() + timeout_s
     try:
-        store = tcp_store(host, port, is_host=is_host, timeout_s=timeout_s)
+        if not is_host:
+            _until_listening(host, port, until)
+        store = tcp_store(host, port, is_host=is_host, timeout_s=max(until - time.monotonic(), 1.0))
     except (RuntimeError, OSError) as error:
         what = "host" if is_host else "reach"
         raise DeadlineError(
@@ -28,6 +35,22 @@ def open_store(description: EngineDescription, timeout_s: float) -> Store:
             f" the host of rank {description.group_rank_ids[0]} must be able to listen there"
         ) from error
     return prefixed(f"eplb/{description.address.group_id}", store)
+
+
+def _until_listening(host: str, port: int, until: float) -> None:
+    """Wait for the host. `TCPStore` would retry on its own clock, for longer than it was told.
+
+    Raises OSError when nobody listens in time.
+    """
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(until - time.monotonic(), 0.05)).close()
+        except OSError:
+            if time.monotonic() >= until:
+                raise
+            time.sleep(_RETRY_S)
+        else:
+            return
 
 
 def compare(store: Store, description: EngineDescription, mine: Mapping[str, str], timeout_s: float) -> None:

@@ -313,7 +313,7 @@ class FakeAgent:
             if not self._news.wait_for(condition, timeout_s):
                 raise AssertionError(f"no {what} within {timeout_s} s; said: {self.said[-12:]}")
 
-    def answers(self, kind: type, chunk: int) -> dict[RankId, Any]:
+    def answers(self, kind: type, chunk: int) -> dict[int, Any]:
         """The last answer of a kind to a chunk, by rank."""
         return {
             message.sender.rank_id: message
@@ -460,7 +460,7 @@ class Fleet:
         for address in self.addresses():
             self.agent.send(Hello(to=address, epoch=Epoch(epoch)))
 
-    def expect(self, kind: type, chunk: ChunkId, count: int | None = None) -> dict[RankId, Any]:
+    def expect(self, kind: type, chunk: ChunkId, count: int | None = None) -> dict[int, Any]:
         """Wait until that many ranks (all) gave an answer of this kind."""
         want = self.num_ranks if count is None else count
         self.agent.until(
@@ -468,7 +468,7 @@ class Fleet:
         )
         return self.agent.answers(kind, chunk)
 
-    def roll_out(self, rows: Mapping[LayerRef, Sequence[int]]) -> dict[RankId, Flipped]:
+    def roll_out(self, rows: Mapping[LayerRef, Sequence[int]]) -> dict[int, Flipped]:
         """A whole chunk: stage, arm, step until it flipped everywhere."""
         chunk = self.stage(rows)
         self.expect(Staged, chunk)
@@ -478,7 +478,7 @@ class Fleet:
             self.step()
             if len(self.agent.answers(Flipped, chunk)) == self.num_ranks:
                 break
-        flipped: dict[RankId, Flipped] = self.expect(Flipped, chunk)
+        flipped: dict[int, Flipped] = self.expect(Flipped, chunk)
         self.rows.update({layer: tuple(row) for layer, row in rows.items()})
         return flipped
 

@@ -1,0 +1,113 @@
+"""A Stage is checked in full before a byte moves: each way in which map and weights could part is refused with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent.hook.stage_check import check_stage
+from eplb_service.control import LayerChange, RefusalCode
+from eplb_service.ids import LayerRef, RankId, chunk_id
+from tests.unit.hook_chunk_parts import LAYER, OTHER, RANKS, ROW, copies, digest, live, shape, stage
+
+GOOD = stage(chunk_id(1, 1))
+
+
+def refused(made: Any, version: int = 0, **of_shape: Any) -> tuple[RefusalCode, str]:
+    refusal = check_stage(made, replace(shape(), **of_shape), live(), version)
+    assert refusal is not None
+    return refusal
+
+
+def test_a_right_chunk_passes_on_every_rank() -> None:
+    for rank in RANKS:
+        assert check_stage(GOOD, shape(rank), live(), 0) is None
+
+
+def test_an_empty_slot_needs_no_copy() -> None:
+    made = stage(chunk_id(1, 1), new=(0, 1, 2, 3, -1, 1))
+    assert made.copies == ()
+    assert check_stage(made, shape(), live(), 0) is None
+
+
+@pytest.mark.parametrize("index", range(len(GOOD.copies)))
+def test_every_copy_is_needed(index: int) -> None:
+    fewer = GOOD.copies[:index] + GOOD.copies[index + 1 :]
+    code, reason = refused(replace(GOOD, copies=fewer))
+    assert (code, "needs 1 copies, the chunk has 0" in reason) == (RefusalCode.INVALID, True)
+
+
+def test_a_slot_is_filled_once() -> None:
+    code, reason = refused(replace(GOOD, copies=(*GOOD.copies, GOOD.copies[0])))
+    assert (code, "the chunk has 2" in reason) == (RefusalCode.INVALID, True)
+
+
+def test_a_copy_into_a_slot_that_keeps_its_expert_is_refused() -> None:
+    kept = replace(GOOD.copies[0], expert=2, source_rank=RANKS[1], source_slot=0, target_rank=RANKS[1], target_slot=0)
+    code, reason = refused(replace(GOOD, copies=(*GOOD.copies, kept)))
+    assert (code, "needs 0 copies" in reason) == (RefusalCode.INVALID, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"source_slot": 1}, "the source slot holds expert"),
+        ({"source_slot": 2}, "slots run from 0 to 1"),
+        ({"target_slot": -1}, "slots run from 0 to 1"),
+        ({"source_rank": RankId(5)}, "not part of this chunk and group"),
+        ({"layer": LayerRef("m", 9)}, "not part of this chunk and group"),
+        ({"target_rank": RANKS[1]}, "the new row puts expert"),
+    ],
+)
+def test_a_copy_that_does_not_fit_the_rows_is_refused(changes: dict[str, Any], words: str) -> None:
+    bad = replace(GOOD.copies[1], **changes)
+    code, reason = refused(replace(GOOD, copies=(GOOD.copies[0], bad, *GOOD.copies[2:])))
+    assert (code, words in reason) == (RefusalCode.INVALID, True), reason
+
+
+def with_row(row: tuple[int, ...], **changes: Any) -> Any:
+    change = LayerChange(layer=LAYER, old_digest=digest(ROW), new_digest=digest(row), new_row=row)
+    return replace(GOOD, layers=(replace(change, **changes),), copies=copies(ROW, row) if len(row) == len(ROW) else ())
+
+
+@pytest.mark.parametrize(
+    ("made", "code", "words"),
+    [
+        (with_row(OTHER, old_digest=7), RefusalCode.OLD_DIGEST, "this rank routes by"),
+        (with_row(OTHER, new_digest=7), RefusalCode.NEW_DIGEST, "the message says 0x7"),
+        (with_row((0, 1, 2, 2, 0, 1)), RefusalCode.INVALID, "expert 3 would have no replica"),
+        (with_row((0, 1, 2, 3, 0)), RefusalCode.INVALID, "row of 5 slots, expected 6"),
+        (with_row((0, 1, 2, 3, 0, 1), layer=LayerRef("m", 4)), RefusalCode.INVALID, "serves no MoE layer m/4"),
+        (replace(GOOD, layers=()), RefusalCode.INVALID, "changes no layer"),
+        (replace(GOOD, layers=GOOD.layers * 2), RefusalCode.INVALID, "appears twice"),
+    ],
+)
+def test_a_row_that_cannot_be_routed_by_is_refused(made: Any, code: RefusalCode, words: str) -> None:
+    found, reason = refused(made)
+    assert (found, words in reason) == (code, True), reason
+
+
+@pytest.mark.parametrize("row", [(0, 1, 2, 3, 4, 1), (0, 1, 2, 3, -2, 1)])
+def test_an_expert_that_does_not_exist_is_refused(row: tuple[int, ...]) -> None:
+    change = LayerChange(layer=LAYER, old_digest=digest(ROW), new_digest=digest(row), new_row=row)
+    assert refused(replace(GOOD, layers=(change,), copies=()))[0] is RefusalCode.INVALID
+
+
+def test_more_replicas_than_the_tables_hold_are_refused() -> None:
+    code, reason = refused(stage(chunk_id(1, 1), new=(3, 2, 1, 0, 0, 0)), replica_table_width=2)
+    assert (code, "has 3 replicas, this engine's tables hold 2" in reason) == (RefusalCode.INVALID, True)
+
+
+def test_another_weights_version_is_refused() -> None:
+    assert refused(GOOD, version=3)[0] is RefusalCode.WEIGHTS_VERSION
+
+
+def test_only_what_arrives_here_counts_against_the_budget() -> None:
+    assert check_stage(GOOD, shape(RANKS[0], staging_bytes=200), live(), 0) is None
+    assert refused(GOOD, staging_bytes=199) == (
+        RefusalCode.BUDGET,
+        "2 experts of 200 bytes exceed the staging budget of 199 bytes; use smaller chunks",
+    )
+    assert check_stage(GOOD, shape(RANKS[1], staging_bytes=0), live(), 0) is None  # its slots stay
