@@ -147,10 +147,11 @@ class LinkServer:
         try:
             done, _ = await asyncio.wait(link.tasks, return_when=asyncio.FIRST_COMPLETED)
             ended = next(task for task in link.tasks if task in done)
-            reason = link.closing or ("" if ended.cancelled() else ended.result()) or "the link was closed"
+            link.closing = link.closing or ("" if ended.cancelled() else ended.result()) or "the link was closed"
+            self._links.pop(link.link_id, None)
+            self._on_gone(link.link_id, link.closing)
         finally:
             await self._drop(link)
-        self._on_gone(link.link_id, reason)
 
     async def _drop(self, link: _Link) -> None:
         """End both directions of a link and forget it."""

@@ -397,8 +397,9 @@ def test_shares_travel_beside_the_table_and_are_absent_without_one() -> None:
 
 COUNTS = np.arange(24, dtype=np.int64).reshape(2, 3, 4)
 REPORT = LoadReport(
-    rank_id=RankId(4), incarnation=Incarnation(11), group_id=GroupId(12), window_index=5, boundary_begin=320, boundary_end=384, forward_passes=60,
-    tokens=900, semantics=Semantics.GLOBAL_TOKENS, phase=Phase.PREFILL, live_digest_begin=1, live_digest_end=(1 << 63) - 1,
+    rank_id=RankId(4), incarnation=Incarnation(11), group_id=GroupId(12), window_index=5, boundary_begin=320,
+    boundary_end=384, forward_passes=60, tokens=900, semantics=Semantics.GLOBAL_TOKENS, phase=Phase.PREFILL,
+    live_digest_begin=1, live_digest_end=(1 << 63) - 1,
     tables=(TableCounts(model="m", layer_ids=(1, None, 7), counts=COUNTS),), warmup=True, basis=CountBasis.CONVERTED_AT_END,
     step_time_min_s=0.1, step_time_mean_s=0.2, step_time_max_s=0.3,
 )  # fmt: skip

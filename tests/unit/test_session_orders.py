@@ -206,7 +206,7 @@ def epoch_of(order: ToRank) -> int:
     return order.epoch if isinstance(order, Hello | Disarm) else chunk_epoch(order.chunk_id)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(SEEDS)
 def test_no_order_of_events_forwards_a_stale_message(seed: int) -> None:
     run, model = Run(seed), Model()
@@ -218,7 +218,7 @@ def test_no_order_of_events_forwards_a_stale_message(seed: int) -> None:
         assert run.session.attached() == {who.rank_id for who in model.attached}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(SEEDS)
 def test_whatever_happened_every_linked_rank_is_attached_once_the_planner_answers(seed: int) -> None:
     run = Run(seed)
