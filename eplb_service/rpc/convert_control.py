@@ -58,10 +58,10 @@ def to_rank_to_pb(value: ToRank) -> agent_pb2.ControlToAgent:
         case Stage():
             return agent_pb2.ControlToAgent(address=to, stage=_stage_to_pb(value))
         case Arm():
-            return agent_pb2.ControlToAgent(address=to, arm=agent_pb2.Arm(chunk_id=whole("arm.chunk_id", value.chunk_id)))
+            return agent_pb2.ControlToAgent(address=to, arm=agent_pb2.Arm(chunk_id=_chunk("arm.chunk_id", value.chunk_id)))
         case Disarm():
             epoch = whole("disarm.epoch", value.epoch, most=EPOCH_MAX)
-            disarm = agent_pb2.Disarm(chunk_id=whole("disarm.chunk_id", value.chunk_id), epoch=epoch)
+            disarm = agent_pb2.Disarm(chunk_id=_chunk("disarm.chunk_id", value.chunk_id), epoch=epoch)
             return agent_pb2.ControlToAgent(address=to, disarm=disarm)
 
 
@@ -108,8 +108,8 @@ def _stage_to_pb(value: Stage) -> agent_pb2.Stage:
         for copy in value.copies
     ]
     return agent_pb2.Stage(
-        chunk_id=whole("stage.chunk_id", value.chunk_id),
-        generation=whole("stage.generation", value.generation),
+        chunk_id=_chunk("stage.chunk_id", value.chunk_id),
+        generation=whole("stage.generation", value.generation, least=1),
         weights_version=whole("stage.weights_version", value.weights_version),
         mesh_id=whole("stage.mesh_id", value.mesh_id),
         layers=layers,
@@ -181,7 +181,7 @@ def _answer_to_pb(
 ) -> agent_pb2.ControlFromAgent:
     """Answers about one chunk."""
     kind = type(value).__name__.lower()
-    chunk = whole(f"{kind}.chunk_id", value.chunk_id)
+    chunk = _chunk(f"{kind}.chunk_id", value.chunk_id)
     match value:
         case Staged():
             received = link_bytes_to_pb(value.received)
@@ -316,7 +316,7 @@ def _flipped_to_pb(value: Flipped) -> agent_pb2.Flipped:
         for layer, digest in value.digests
     ]
     return agent_pb2.Flipped(
-        chunk_id=whole("flipped.chunk_id", value.chunk_id),
+        chunk_id=_chunk("flipped.chunk_id", value.chunk_id),
         boundary=whole("flipped.boundary", value.boundary),
         digests=digests,
         stall_s=seconds("flipped.stall_s", value.stall_s),

@@ -156,6 +156,41 @@ def test_facts_come_out_as_they_went_in(fact: FromAgent) -> None:
     assert from_agent_from_pb(over_the_wire(from_agent_to_pb(fact))) == fact
 
 
+ANY_INT = st.integers(-2, 2) | st.integers()
+ANY_TEXT = st.text(max_size=8)
+ANY_LAYER = st.builds(LayerRef, ANY_TEXT, ANY_INT)
+ANY_ROW = st.lists(ANY_INT, max_size=3).map(tuple)
+ANY_SENDER = st.builds(Address, ANY_INT, ANY_INT, ANY_INT) | st.just(Address(RankId(1), Incarnation(1), GroupId(1)))
+HOSTILE: st.SearchStrategy[FromAgent] = st.one_of(
+    st.builds(Armed, sender=ANY_SENDER, chunk_id=ANY_INT),
+    st.builds(Committed, sender=ANY_SENDER, chunk_id=ANY_INT, boundary=ANY_INT),
+    st.builds(
+        Staged, sender=ANY_SENDER, chunk_id=ANY_INT, seconds=st.floats(), received=st.builds(LinkBytes, same_rank=ANY_INT),
+    ),
+    st.builds(Refused, sender=ANY_SENDER, chunk_id=ANY_INT, code=st.sampled_from(RefusalCode), reason=ANY_TEXT),
+    st.builds(
+        Flipped, sender=ANY_SENDER, chunk_id=ANY_INT, boundary=ANY_INT, digests=tuples(st.tuples(ANY_LAYER, ANY_INT)),
+        stall_s=st.floats(),
+    ),
+    st.builds(
+        Live, sender=ANY_SENDER, epoch=ANY_INT, epoch_seen=ANY_INT, generation_seen=st.just(0), closed_id=ANY_INT,
+        flipped_id=st.just(0), boundary=st.just(0), weights_version=st.just(0), voting=st.booleans(), off_reason=ANY_TEXT,
+        layers=tuples(st.builds(LiveLayer, layer=ANY_LAYER, generation=ANY_INT, digest=ANY_INT, row=ANY_ROW)),
+    ),
+)  # fmt: skip
+
+
+@given(HOSTILE)
+@settings(max_examples=300, deadline=None)
+def test_what_one_end_sends_the_other_end_can_read(fact: FromAgent) -> None:
+    """A fact of one hook that the planner could not read would end the control stream of all ranks of the node."""
+    try:
+        message = from_agent_to_pb(fact)
+    except InvalidInputError:
+        return
+    assert type(from_agent_from_pb(over_the_wire(message))) is type(fact)
+
+
 def test_messages_whose_fields_are_all_zero_keep_their_kind() -> None:
     nobody = Address(RankId(0), Incarnation(0), GroupId(0))
     pulse = Pulse(

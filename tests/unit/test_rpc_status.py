@@ -67,7 +67,7 @@ async def call(error: Exception, method: str, faults: list[str]) -> EplbError:
     try:
         async with open_channel(target) as channel:
             if method == "/t/stream":
-                stream: Any = channel.stream_stream(method)()  # type: ignore[var-annotated]
+                stream: Any = channel.stream_stream(method)()
                 assert await stream.read() == b"one"
                 with pytest.raises(grpc.RpcError) as failure:
                     await stream.read()
