@@ -1,21 +1,24 @@
-"""Generations, live maps and placements as bytes for the store, and back, checked by their digests.
+"""Generations, live maps and placements as bytes for the store, and back: no altered byte goes unseen.
+
+    {"format": "eplb.generation", "version": 1, "checksum": BLAKE2b-16 of the body as it is spelled here, "body": {…}}
 
 JSON, so that a person can read what was decided and why; only the maps themselves are packed (`<i4`, zlib, base64), since a
-large deployment has two million slots. `format` is raised when a reader of an earlier release would misread.
+large deployment has two million slots. `version` is raised when a reader of an earlier release would misread.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import zlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-from eplb_service.errors import BrokenInvariantError, EplbError
+from eplb_service.errors import BrokenInvariantError, EplbError, UnsupportedError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber, RankId
 from eplb_service.imbalance import Imbalance
@@ -23,38 +26,43 @@ from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table, type_of_map
 from eplb_service.topology import LinkKind
 
-FORMAT = 1
-COMPRESSION = 1
-"""Maps are small integers in runs: the fastest level takes most of it."""
+VERSION = 1
+PLACEMENT, LIVE_MAP, GENERATION = "eplb.placement", "eplb.live_map", "eplb.generation"
+COMPRESSION = 6
 
-_READ_FAULTS = (ValueError, TypeError, KeyError, AttributeError, IndexError, zlib.error, EplbError)
+_READ_FAULTS = (ValueError, TypeError, AttributeError, IndexError, zlib.error, EplbError)
+
+T = TypeVar("T")
 
 
 def encode_placement(placement: Placement) -> bytes:
     """A placement by itself."""
-    return _dump(_placement_tree(placement))
+    return _sealed(PLACEMENT, {"digest": placement.digest(), "placement": _tables(placement)})
 
 
 def decode_placement(data: bytes) -> Placement:
-    """What `encode_placement` gave. Raises BrokenInvariantError for anything else."""
-    return _read(data, "placement", _placement)
+    """What `encode_placement` gave. Raises BrokenInvariantError for damage, UnsupportedError for a later release's."""
+    return _read(data, PLACEMENT, _placement)
 
 
 def encode_live_map(live: LiveMap) -> bytes:
     """A live map: rows, and the generation of each layer."""
-    return _dump({**_placement_tree(live.placement), "generations": list(live.generations)})
+    body = {"placement": _tables(live.placement), "digest": live.placement.digest(), "generations": list(live.generations)}
+    return _sealed(LIVE_MAP, body)
 
 
 def decode_live_map(data: bytes) -> LiveMap:
-    """What `encode_live_map` gave. Raises BrokenInvariantError for anything else."""
-    return _read(data, "live map", lambda tree: LiveMap(_placement(tree), tuple(map(GenerationNumber, tree["generations"]))))
+    """What `encode_live_map` gave. Raises BrokenInvariantError for damage, UnsupportedError for a later release's."""
+    return _read(data, LIVE_MAP, lambda body: LiveMap(_placement(body), tuple(map(GenerationNumber, body["generations"]))))
 
 
 def encode_generation(generation: Generation) -> bytes:
     """A generation and what became of it."""
-    return _dump(
+    return _sealed(
+        GENERATION,
         {
-            **_placement_tree(generation.placement),
+            "placement": _tables(generation.placement),
+            "digest": generation.digest,
             "number": generation.number,
             "created_at_s": generation.created_at_s,
             "reason": generation.reason,
@@ -70,13 +78,13 @@ def encode_generation(generation: Generation) -> bytes:
             "flip_boundaries": list(generation.flip_boundaries),
             "rollout_s": generation.rollout_s,
             "observed": None if generation.observed is None else list(generation.observed.per_layer),
-        }
+        },
     )
 
 
 def decode_generation(data: bytes) -> Generation:
-    """What `encode_generation` gave. Raises BrokenInvariantError for anything else."""
-    return _read(data, "generation", _generation)
+    """What `encode_generation` gave. Raises BrokenInvariantError for damage, UnsupportedError for a later release's."""
+    return _read(data, GENERATION, _generation)
 
 
 def _generation(tree: Mapping[str, Any]) -> Generation:
@@ -118,8 +126,8 @@ def _moves(tree: Mapping[str, Any]) -> MoveSummary:
     )
 
 
-def _placement_tree(placement: Placement) -> dict[str, Any]:
-    return {"digest": placement.digest(), "tables": [_table_tree(table) for table in placement.tables]}
+def _tables(placement: Placement) -> list[dict[str, Any]]:
+    return [_table_tree(table) for table in placement.tables]
 
 
 def _table_tree(table: Table) -> dict[str, Any]:
@@ -129,38 +137,75 @@ def _table_tree(table: Table) -> dict[str, Any]:
         "layer_ids": list(table.layer_ids),
         "num_logical": table.num_logical,
         "rank_ids": list(table.rank_ids),
-        "num_slots": table.num_physical,
-        "physical_to_logical": base64.b64encode(packed).decode("ascii"),
+        "physical_to_logical": {
+            "shape": list(table.physical_to_logical.shape),
+            "data": base64.b64encode(packed).decode("ascii"),
+        },
     }
 
 
-def _placement(tree: Mapping[str, Any]) -> Placement:
-    placement = Placement(tuple(_table(part) for part in tree["tables"]))
+def _placement(body: Mapping[str, Any]) -> Placement:
+    placement = Placement(tuple(_table(part) for part in body["placement"]))
     digest = placement.digest()
-    if digest != tree["digest"]:
-        raise ValueError(f"its tables have digest {digest}, it claims {tree['digest']}")
+    if digest != body["digest"]:
+        raise ValueError(f"it claims placement digest {body['digest']}, its maps have {digest}")
     return placement
 
 
 def _table(tree: Mapping[str, Any]) -> Table:
-    layer_ids = tuple(map(int, tree["layer_ids"]))
-    packed = zlib.decompress(base64.b64decode(tree["physical_to_logical"], validate=True))
-    array = np.frombuffer(packed, type_of_map).reshape(len(layer_ids), int(tree["num_slots"]))
+    stored = tree["physical_to_logical"]
+    shape = [int(extent) for extent in stored["shape"]]
+    unpacked = zlib.decompress(base64.b64decode(stored["data"], validate=True))
+    if len(shape) != 2 or math.prod(shape) * type_of_map.itemsize != len(unpacked):
+        raise ValueError(f"a map of shape {shape} in {len(unpacked)} bytes")
+    array = np.frombuffer(unpacked, type_of_map).reshape(shape)
     ranks = tuple(RankId(int(rank)) for rank in tree["rank_ids"])
-    return Table(str(tree["model"]), layer_ids, int(tree["num_logical"]), ranks, array)
+    return Table(str(tree["model"]), tuple(map(int, tree["layer_ids"])), int(tree["num_logical"]), ranks, array)
 
 
-def _dump(tree: dict[str, Any]) -> bytes:
-    return json.dumps({"format": FORMAT, **tree}, separators=(",", ":"), allow_nan=False).encode()
+# ── the envelope ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _read(data: bytes, what: str, build: Any) -> Any:
+def _spell(body: Any) -> bytes:
+    return json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+
+
+def _checksum(body: Any) -> str:
+    return hashlib.blake2b(_spell(body), digest_size=16).hexdigest()
+
+
+def _sealed(document_format: str, body: dict[str, Any]) -> bytes:
+    """The document of a body."""
+    return _spell({"format": document_format, "version": VERSION, "checksum": _checksum(body), "body": body})
+
+
+def _opened(data: bytes, document_format: str) -> Any:
+    """The body of a document. Raises UnsupportedError for one of a later release, BrokenInvariantError for damage."""
+    what = "stored " + document_format.removeprefix("eplb.").replace("_", " ")
     try:
-        tree = json.loads(data)
-        if tree["format"] != FORMAT:
-            raise ValueError(f"it has format {tree['format']!r}, this release reads {FORMAT}")
-        return build(tree)
+        envelope = json.loads(data)
+    except ValueError:
+        raise BrokenInvariantError(f"{what} is damaged: {len(data)} bytes that are no JSON") from None
+    if not isinstance(envelope, dict) or envelope.get("format") != document_format:
+        raise BrokenInvariantError(f"{what} is damaged: it is no document of format {document_format!r}")
+    if envelope.get("version") != VERSION:
+        raise UnsupportedError(f"{what} has format version {envelope.get('version')}, this planner reads {VERSION}: upgrade it")
+    body = envelope.get("body")
+    try:
+        checksum = _checksum(body)
+    except ValueError as error:  # NaN, infinity or half a surrogate pair: never written
+        raise BrokenInvariantError(f"{what} is damaged: {error}") from None
+    if envelope.get("checksum") != checksum or set(envelope) != {"format", "version", "checksum", "body"}:
+        raise BrokenInvariantError(f"{what} is damaged: its checksum is not that of its body")
+    return body
+
+
+def _read(data: bytes, document_format: str, build: Callable[[Any], T]) -> T:
+    body = _opened(data, document_format)
+    what = "stored " + document_format.removeprefix("eplb.").replace("_", " ")
+    try:
+        return build(body)
+    except KeyError as error:
+        raise BrokenInvariantError(f"{what} is damaged: {error} is missing") from None
     except _READ_FAULTS as error:
-        raise BrokenInvariantError(
-            f"a stored {what} of {len(data)} bytes cannot be read: {type(error).__name__}: {error}; it begins {data[:60]!r}"
-        ) from None
+        raise BrokenInvariantError(f"{what} is damaged: {error}") from None
