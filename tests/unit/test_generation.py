@@ -1,18 +1,14 @@
-"""Generations, live maps and their bytes."""
+"""Generations and live maps: identity, states, digests (their bytes: `test_generation_codec`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from eplb_service.errors import BrokenInvariantError, EplbError, InvalidInputError, UnsupportedError
+from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.generation import Generation, GenerationState, LiveMap, as_loaded, live_digest
-from eplb_service.generation_codec import decode_generation, decode_live_map, encode_generation, encode_live_map
 from eplb_service.ids import Epoch, GenerationNumber, LayerRef, RankId
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
@@ -103,102 +99,3 @@ def test_live_digest_does_not_depend_on_the_order_of_layers() -> None:
 def test_live_map_wants_one_generation_for_each_layer() -> None:
     with pytest.raises(InvalidInputError, match="1 generations for 3 layers"):
         LiveMap(placement(), (GenerationNumber(1),))
-
-
-@given(
-    reason=st.text(max_size=20),
-    rows=st.lists(st.lists(st.integers(-1, 2), min_size=4, max_size=4), min_size=1, max_size=3),
-    floats=st.lists(st.floats(1, 1e9, allow_nan=False), min_size=1, max_size=3),
-    state=st.sampled_from(GenerationState),
-    observed=st.booleans(),
-)
-@settings(max_examples=80, deadline=None)
-def test_bytes_give_back_the_same_generation(
-    reason: str, rows: list[list[int]], floats: list[float], state: GenerationState, observed: bool
-) -> None:
-    text = reason.encode("utf-8", "replace").decode()
-    imbalance = Imbalance(tuple(floats))
-    made = generation(
-        reason=text,
-        placement=placement(rows),
-        predicted=imbalance,
-        state=state,
-        observed=imbalance if observed else None,
-        active_at_s=floats[0] if observed else None,
-        flip_boundaries=(3, 1 << 40),
-        stop_reason=text,
-    )
-    again = decode_generation(encode_generation(made))
-    assert again == made
-    assert again.digest == made.digest
-    assert encode_generation(again) == encode_generation(made)
-
-
-def test_bytes_give_back_the_same_live_map() -> None:
-    live = as_loaded(placement()).with_rows({LayerRef("m", 4): np.array([0, 1, 2, 2], np.int32)}, GenerationNumber(9))
-    again = decode_live_map(encode_live_map(live))
-    assert (again, again.digest) == (live, live.digest)
-
-
-@given(position=st.integers(0, 10_000), flip=st.integers(1, 255))
-@settings(max_examples=120, deadline=None)
-def test_no_altered_byte_goes_unseen(position: int, flip: int) -> None:
-    made = generation()
-    data = bytearray(encode_generation(made))
-    data[position % len(data)] ^= flip
-    try:
-        read = decode_generation(bytes(data))
-    except EplbError:
-        return
-    assert read == made  # only where the same JSON is spelled in another way
-
-
-@pytest.mark.parametrize("keep", [0, 1, 50, 400])
-def test_a_cut_document_says_that_it_is_no_json(keep: int) -> None:
-    with pytest.raises(BrokenInvariantError, match=f"damaged: {keep} bytes that are no JSON"):
-        decode_generation(encode_generation(generation())[:keep])
-
-
-def altered(**changes: object) -> bytes:
-    """A document whose checksum is right and whose content is not."""
-    from eplb_service import generation_codec
-
-    envelope = json.loads(encode_generation(generation()))
-    body = envelope["body"] | changes
-    body = {name: value for name, value in body.items() if value != "absent"}
-    return generation_codec._sealed("eplb.generation", body)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"digest": "00"}, "claims placement digest 00, its maps have"),
-        ({"moves": "absent"}, "'moves' is missing"),
-        ({"state": "flying"}, "'flying' is not a valid GenerationState"),
-        ({"number": 0}, "numbered from 1; got 0"),
-        ({"placement": []}, "damaged"),
-    ],
-)
-def test_a_damaged_document_names_what_is_wrong(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(BrokenInvariantError, match=said):
-        decode_generation(altered(**changes))
-
-
-def test_a_map_whose_bytes_do_not_fit_its_shape_is_damaged() -> None:
-    tables = json.loads(encode_generation(generation()))["body"]["placement"]
-    tables[0]["physical_to_logical"]["shape"] = [3, 4]
-    with pytest.raises(BrokenInvariantError, match=r"map of shape \[3, 4\] in 32 bytes"):
-        decode_generation(altered(placement=tables))
-
-
-def test_a_newer_version_is_told_from_damage() -> None:
-    envelope = json.loads(encode_generation(generation())) | {"version": 2}
-    with pytest.raises(UnsupportedError, match="format version 2, this planner reads 1"):
-        decode_generation(json.dumps(envelope).encode())
-
-
-def test_one_kind_of_document_is_not_taken_for_another() -> None:
-    with pytest.raises(BrokenInvariantError, match=r"no document of format 'eplb\.generation'"):
-        decode_generation(encode_live_map(as_loaded(placement())))
-    with pytest.raises(BrokenInvariantError, match="no document of format"):
-        decode_live_map(b"[1, 2]")
