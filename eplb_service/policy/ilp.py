@@ -111,24 +111,28 @@ def _solve_layer(search: _Search, layer: int, work: float) -> None:
     if not _is_distinct(known):
         return
     parts = _parts_of(search, known)
-    bins, proven_bound = known.copy(), 0.0
-    for ranks, experts in parts:
+    bins, proven_bound, floor = known.copy(), 0.0, 0.0
+    rank_heights = kernels.loads_of_bins(known, load) / limits.capacity
+    for ranks, experts in sorted(parts, key=lambda part: (-rank_heights[part[0]].max(), part[0][0])):
+        height = float(rank_heights[ranks].max())
+        if height <= floor:
+            break  # the layer is as high as a part that was tried already
         index = np.full(table.num_logical + 1, -1, np.int64)
         index[experts] = np.arange(experts.size)
-        hint = index[known[ranks]].astype(np.int32)
         part = part_of(load[experts], ranks, limits)
-        height = float((kernels.loads_of_bins(hint, part.load) / part.capacity).max())
         if num_variables(part, height) > VARIABLES_MAX:
-            continue
+            break
         if search.seconds_left <= 0:
             search.cut_off = True
             break
+        hint = index[known[ranks]].astype(np.int32)
         solution = solve_part(part, hint, height, work=work, time_limit_s=search.seconds_left, seed=search.problem.seed)
         search.seconds_left -= solution.wall_s
         search.cut_off |= solution.cut_off
         proven_bound = solution.lower_bound
         if solution.bins is not None:
             bins[ranks] = np.where(solution.bins >= 0, experts[solution.bins], -1)
+        floor = max(floor, float((kernels.loads_of_bins(bins, load) / limits.capacity)[ranks].max()))
     if len(parts) == 1 and limits.distinct:
         search.bounds[layer] = max(search.bounds[layer], min(proven_bound, search.heights[layer]))
     _take_if_better(search, layer, bins)
