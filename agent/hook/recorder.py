@@ -92,6 +92,7 @@ class Recorder:
         self._steps: _Steps | None = None
         self._boundary = -1
         self._live_digest = 0
+        self._counting = (0, 0)  # window and sub-window that the counters belong to
         self._previous: tuple[float, int] | None = None  # time and real tokens of the last boundary
         self._warmup = False
         self._warmup_depth = 0
@@ -130,6 +131,7 @@ class Recorder:
                 self._pass_edges(boundary)
         if self._steps is None:
             self._steps = _Steps(begin=boundary, live_digest_begin=live_digest)
+            self._counting = self._position(boundary)
         steps = self._steps
         steps.forward_passes += 1
         steps.tokens += 0 if unusable else num_real_tokens
@@ -165,11 +167,14 @@ class Recorder:
             self._steps.times_s.append(now - began)
 
     def _pass_edges(self, boundary: int) -> None:
-        """Between the last boundary and this one: fold the sub-window, flush the window, if they ended."""
-        old = self._position(self._boundary)
-        new = self._position(boundary)
+        """Before this step: fold the sub-window, flush the window, if what was counted so far belongs to earlier ones.
+
+        After a capture that is more than one step ago, so the edge is not between the last step and this one.
+        """
+        old, new = self._counting, self._position(boundary)
         if old == new:
             return
+        self._counting = new
         with self._streams.on_compute_stream():
             for table in self._tables:
                 table.window[old[1]].add_(table.current)
