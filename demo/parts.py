@@ -32,7 +32,7 @@ PLANNER_FLAGS = (
     "--gate-min-generation-age-s=5",
     "--gate-min-gain-worst=0.04",
     "--gate-min-tokens=3000",
-    "--rollout-back-off-s=0.3",
+    "--rollout-backoff-s=0.3",
     "--log-format=json",
 )
 

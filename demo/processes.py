@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -12,7 +11,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from eplb_service.errors import DeadlineError, EnvironmentFault
 
@@ -32,7 +30,7 @@ def die_with_parent() -> None:
 class Supervised:
     """One process of the product, restarted when it dies.
 
-    ready_file: written by the process once it serves (JSON); removed before every start.
+    ready_file: written by the process once it serves; removed before every start.
     """
 
     name: str
@@ -71,28 +69,16 @@ class Supervised:
         self.start()
         return True
 
-    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
-        """Wait for the ready file and return it. Raises when the process dies first, or at the deadline."""
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait for the ready file. Raises EnvironmentFault when the process dies first, DeadlineError at the deadline."""
         deadline = time.monotonic() + timeout_s
-        while True:
-            facts = self.facts()
-            if facts is not None:
-                return facts
+        while not self.ready_file.exists():
             code = self._process.poll() if self._process else None
             if code is not None:
                 raise EnvironmentFault(f"{self.name} ended with exit code {code} before it was ready:\n{self.last_words()}")
             if time.monotonic() > deadline:
                 raise DeadlineError(f"{self.name} was not ready within {timeout_s:.0f} s:\n{self.last_words()}")
             time.sleep(0.02)
-
-    def facts(self) -> dict[str, Any] | None:
-        """What the ready file says; None while the process is not ready."""
-        try:
-            text = self.ready_file.read_text()
-        except FileNotFoundError:
-            return None
-        parsed = json.loads(text) if text.strip() else {}
-        return dict(parsed)
 
     def last_words(self, lines: int = 8) -> str:
         """The end of its log."""
