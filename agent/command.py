@@ -44,7 +44,7 @@ It stays up while the planner is away, and while no hook is linked. Exit codes:
     help="Unix socket for the hooks of this node's engines; mode 0600, at most 107 bytes.",
 )
 @click.option(
-    "--node", envvar="EPLB_NODE", metavar="NAME", show_envvar=True, help="Name of this node.  [default: as the hooks say]"
+    "--node", envvar="EPLB_AGENT_NODE", metavar="NAME", show_envvar=True, help="Name of this node.  [default: as the hooks say]"
 )
 @click.option(
     "--ready-file",

@@ -15,8 +15,9 @@ MESSAGE_BYTES_MAX = 64 << 20
 
 KEEPALIVE_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
-RECONNECT_MIN_MS = 100
+RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 5_000
+CONNECT_TIMEOUT_MS = 5_000
 DEFAULT_PORT = 7470
 
 _LIMITS: list[tuple[str, int]] = [
@@ -30,8 +31,9 @@ _LIMITS: list[tuple[str, int]] = [
 
 CLIENT_OPTIONS: list[tuple[str, int]] = [
     *_LIMITS,
-    ("grpc.initial_reconnect_backoff_ms", RECONNECT_MIN_MS),
-    ("grpc.min_reconnect_backoff_ms", RECONNECT_MIN_MS),
+    ("grpc.initial_reconnect_backoff_ms", RECONNECT_FIRST_MS),
+    # By its name a pause, in gRPC core the time that one try to connect may take, handshakes included.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
     ("grpc.max_reconnect_backoff_ms", RECONNECT_MAX_MS),
     # Retries are ours: gRPC's own would hide from the session that a call was lost.
     ("grpc.enable_retries", 0),

@@ -34,8 +34,8 @@ STATUS_OF: dict[type[EplbError], grpc.StatusCode] = {
 """Every class of the tree. The proto promises FAILED_PRECONDITION for a rank that disagrees with its peers."""
 
 ERROR_KEY = "eplb-error"
-# Details travel percent-encoded in a header, and the default limit for all headers is 8 KiB.
-DETAIL_CHARACTERS_MAX = 1500
+# Details travel percent-encoded in a header; above 8 KiB of headers gRPC begins to reject calls, more often the more there is.
+DETAIL_BYTES_MAX = 6000
 
 _BY_NAME = {cls.__name__: cls for cls in STATUS_OF}
 # What a code means to a client when the server did not name a class.
@@ -51,10 +51,17 @@ _BY_CODE: dict[grpc.StatusCode, type[EplbError]] = {
 def status_of(error: EplbError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """Code, message and trailing metadata of an error; a subclass that is not in the table travels as its nearest base."""
     listed = next(cls for cls in type(error).__mro__ if cls in STATUS_OF)
-    message = str(error)
-    if len(message) > DETAIL_CHARACTERS_MAX:
-        message = message[: DETAIL_CHARACTERS_MAX - 1] + "…"
-    return STATUS_OF[listed], message, ((ERROR_KEY, listed.__name__),)
+    return STATUS_OF[listed], _fitting(str(error)), ((ERROR_KEY, listed.__name__),)
+
+
+def _fitting(message: str) -> str:
+    """A message cut so that its percent-encoded form stays within DETAIL_BYTES_MAX."""
+    room = DETAIL_BYTES_MAX
+    for index, character in enumerate(message):
+        room -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode("utf-8", "replace"))
+        if room < 0:
+            return message[:index] + "…"
+    return message
 
 
 def error_of(failure: grpc.RpcError, target: str) -> EplbError:
@@ -86,7 +93,7 @@ def transport_error(code: grpc.StatusCode | None, detail: str, target: str) -> E
     if code is grpc.StatusCode.CANCELLED:
         return EnvironmentFault(f"the call to the planner at {target} was cancelled")
     if code in _BY_CODE:
-        return _BY_CODE[code](detail[:DETAIL_CHARACTERS_MAX])
+        return _BY_CODE[code](_fitting(detail))
     said = f"{code.name}: {detail[:200]}" if code is not None else detail[:200]
     return EnvironmentFault(f"planner at {target} failed the call ({said}); see its log")
 
@@ -98,8 +105,6 @@ _CAUSES = {
     "dns": "its host name does not resolve",
     "domain name not found": "its host name does not resolve",
     "certificate": "its certificate is not trusted",
-    "ssl": "TLS handshake failed",
-    "handshake": "TLS handshake failed",
     "permission denied": "permission denied",
     "timeout": "connecting timed out",
     "timed out": "connecting timed out",
@@ -107,7 +112,10 @@ _CAUSES = {
     "socket closed": "connection lost",
     "connection reset": "connection lost",
     "goaway": "connection lost",
+    "ssl": "TLS handshake failed",
+    "handshake": "handshake failed",
 }
+"""A mark in gRPC's detail, in order of precedence, and what to tell."""
 
 
 def _cause(detail: str) -> str:

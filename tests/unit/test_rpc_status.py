@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,42 @@ def test_a_handler_that_ends_the_call_itself_is_left_alone() -> None:
     assert faults == []
 
 
+def test_a_planner_that_is_slow_to_answer_a_connection_is_waited_for() -> None:
+    """gRPC's `min_reconnect_backoff_ms` bounds one try to connect: at 100 ms a busy planner could not be reached at all."""
+
+    async def work() -> None:
+        server = grpc.aio.server(interceptors=[StatusInterceptor(lambda _name, _fault: None)])
+        server.add_generic_rpc_handlers((Raiser(ConflictError("reached")),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        pipes: set[asyncio.Task[None]] = set()
+
+        async def pipe(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                writer.write(data)
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(0.4)  # the delay is what is tested
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+            pipes.update((asyncio.create_task(pipe(reader, inner_writer)), asyncio.create_task(pipe(inner_reader, writer))))
+
+        slow = await asyncio.start_server(accept, "127.0.0.1", 0)
+        target = f"127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+        try:
+            async with open_channel(target) as channel:
+                with pytest.raises(grpc.RpcError) as failure:
+                    await plain(channel, "/t/unary")(b"", timeout=10)
+                assert isinstance(error_of(failure.value, target), ConflictError)
+        finally:
+            slow.close()
+            for task in pipes:
+                task.cancel()
+            await asyncio.gather(*pipes, return_exceptions=True)
+            await server.stop(grace=None)
+
+    asyncio.run(work())
+
+
 def test_a_method_that_nobody_serves_is_unsupported() -> None:
     arrived = asyncio.run(call(KeyError(), "/t/none", []))
     assert isinstance(arrived, UnsupportedError)
@@ -166,3 +204,37 @@ def test_tls_files_are_checked_before_anything_connects(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInputError, match=complaint):
             client_credentials(files)
+
+
+def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
+    """Certificate and key for localhost."""
+    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
+    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"]
+    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
+    return certificate, key
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with the openssl command")
+def test_tls_reaches_the_planner_that_its_ca_signed_and_says_when_it_did_not(tmp_path: Path) -> None:
+    certificate, key = self_signed(tmp_path, "planner")
+    stranger, _ = self_signed(tmp_path, "stranger")
+
+    async def work() -> None:
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[StatusInterceptor(lambda _name, _fault: None)])
+        server.add_generic_rpc_handlers((Raiser(ConflictError("reached")),))
+        credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
+        target = f"localhost:{server.add_secure_port('localhost:0', credentials)}"
+        await server.start()
+        try:
+            for ca, expected in ((certificate, ConflictError), (stranger, EnvironmentFault)):
+                async with open_channel(target, TlsFiles(ca=ca)) as channel:
+                    with pytest.raises(grpc.RpcError) as failure:
+                        await plain(channel, "/t/unary")(b"", timeout=10)
+                    error = error_of(failure.value, target)
+                    assert type(error) is expected
+                    assert ("is not reachable (its certificate is not trusted)" in str(error)) == (ca is stranger)
+        finally:
+            await server.stop(grace=None)
+
+    asyncio.run(work())
