@@ -93,3 +93,9 @@ def check() -> None:
     """Read the variable now, so that a mistake in it ends the start and not something later. Raises InvalidInputError."""
     global _armed  # noqa: PLW0603  # as above
     _armed = parse(os.environ.get(VARIABLE, ""))
+
+
+def forget() -> None:
+    """Read the variable again at the next point: for tests that share a process."""
+    global _armed  # noqa: PLW0603  # as above
+    _armed = None

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -58,6 +58,16 @@ from eplb_service.rpc.channel import open_channel
 
 MODEL = "tiny"
 WAIT_S = 20.0
+
+
+async def until_true(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S) -> Any:
+    """Wait for something that only a question to the planner tells."""
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not (found := await condition()):
+        if asyncio.get_running_loop().time() > deadline:
+            raise AssertionError(f"waited {timeout_s:.0f} s for {what}")
+        await asyncio.sleep(0.01)
+    return found
 
 
 async def until(condition: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
@@ -136,7 +146,7 @@ class Fleet:
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def __aenter__(self) -> Fleet:
+    async def __aenter__(self) -> Self:
         self.channel = open_channel(self.target)
         self.agent = agent_pb2_grpc.AgentServiceStub(self.channel)
         self.admin = admin_pb2_grpc.AdminServiceStub(self.channel)

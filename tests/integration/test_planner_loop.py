@@ -22,7 +22,7 @@ from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
 from eplb_service.store.base import Document, Leadership, Write
 from eplb_service.store.memory import MemoryStore
-from tests.integration.planner_fleet import Fleet, until
+from tests.integration.planner_fleet import Fleet, until, until_true
 
 QUICK = {
     "listen.port": "0",
@@ -350,9 +350,11 @@ def test_store_away_stops_planning_but_not_queries_nor_an_open_chunk() -> None:
             fleet.vote()
             await until(lambda: fleet.live_generations == {1}, "all chunks to flip without the store")
             status = await fleet.admin.Status(admin_pb2.StatusRequest(deployment="chat"))
-            async with asyncio.timeout(10):
-                while (await fleet.admin.Status(admin_pb2.StatusRequest())).store_ok:
-                    await asyncio.sleep(0.01)
+
+            async def store_is_missed() -> bool:
+                return not (await fleet.admin.Status(admin_pb2.StatusRequest())).store_ok
+
+            await until_true(store_is_missed, "status to say that the store is away")
             live = await fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chat"))
             assert set(live.layer_generations) == {1}
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -385,9 +387,11 @@ def test_store_that_lost_its_data_is_led_with_a_higher_epoch_and_no_number_is_us
             store._states.clear()
             fleet.report(fleet.skewed(hot=5))
             fleet.report(fleet.skewed(hot=5))
-            async with asyncio.timeout(20):
-                while (await status_of(fleet)).epoch <= before:
-                    await asyncio.sleep(0.01)
+
+            async def leads_anew() -> bool:
+                return (await status_of(fleet)).epoch > before
+
+            await until_true(leads_anew, "a higher epoch")
             await reach(fleet, "ready")
             fleet.report(fleet.skewed(hot=5))
             await until(lambda: max(fleet.live_generations) > 1, "a generation after the loss")
@@ -454,7 +458,7 @@ def test_hostile_messages_are_answered_and_planning_goes_on() -> None:
             await reach(fleet, "ready")
             bad = [
                 agent_pb2.LoadReport(),
-                agent_pb2.LoadReport(deployment="chat", phase=99),
+                agent_pb2.LoadReport(deployment="chat", window_index=1 << 63),
                 agent_pb2.LoadReport(deployment="x"),
             ]
             replies = [reply async for reply in fleet.agent.Report(iter(bad))]
@@ -489,8 +493,9 @@ def test_watch_shows_every_state_that_the_live_map_settles_in() -> None:
             seen: list[placement_pb2.GenerationView] = []
 
             async def watch() -> None:
-                async for view in fleet.placement.WatchPlacement(placement_pb2.WatchPlacementRequest(deployment="chat")):
-                    seen.append(view)
+                request = placement_pb2.WatchPlacementRequest(deployment="chat")
+                async for view in fleet.placement.WatchPlacement(request):  # seen while it goes on
+                    seen.append(view)  # noqa: PERF401
 
             task = asyncio.create_task(watch())
             await until(lambda: seen, "the placement as it is now")
@@ -509,7 +514,7 @@ def test_watch_shows_every_state_that_the_live_map_settles_in() -> None:
 
 def test_bad_policy_in_the_configuration_ends_the_start() -> None:
     async def scenario() -> None:
-        with pytest.raises(InvalidInputError, match="planning.policy is 'greedyy'.*use greedy"):
+        with pytest.raises(InvalidInputError, match=r"planning\.policy is 'greedyy'.*use greedy"):
             await Service(config_of(planning__policy="greedyy"), store=FlakyStore(), solver=InlineSolver()).start()  # type: ignore[arg-type]
 
     run(scenario())
