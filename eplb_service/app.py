@@ -227,12 +227,18 @@ def _remove(ready_file: Path) -> None:
 
 
 def _check_ready_file(ready_file: Path) -> None:
+    temporary = _temporary(ready_file)
     try:
         ready_file.unlink(missing_ok=True)
-        ready_file.touch()
-        ready_file.unlink()
+        temporary.touch()
+        temporary.unlink()
     except OSError as error:
         raise InvalidInputError(f"ready file {ready_file} cannot be written: {error.strerror}") from None
+
+
+def _temporary(ready_file: Path) -> Path:
+    """Where it is written first: nobody who waits for the file may see it empty."""
+    return ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
 
 
 def _write_ready_file(ready_file: Path, ready: Ready) -> None:
@@ -246,7 +252,7 @@ def _write_ready_file(ready_file: Path, ready: Ready) -> None:
         "store": ready.store,
         "version": __version__,
     }
-    temporary = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
+    temporary = _temporary(ready_file)
     try:
         temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
         temporary.replace(ready_file)
