@@ -23,12 +23,13 @@ ASSIGNMENTS_MIN = 4000
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of serving under one set of rows. loads: shape (L, E), assignments by logical expert."""
+    """A stretch of serving under one set of rows. closed: its load is complete, the prompts have changed since."""
 
     generation: int
     table: Table
     first_sent: Int64Array
     last_sent: Int64Array
+    closed: bool = False
     slots_served: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
@@ -74,11 +75,17 @@ class Ledger:
         )
         generation = max(layer.generation for layer in first.layers)
         if self.spans and self.spans[-1].table == table:
-            self.spans[-1].last_sent = sent
+            if not self.spans[-1].closed:
+                self.spans[-1].last_sent = sent
         else:
             self.spans.append(Span(generation, table, sent, sent))
         self._note_served(self.spans[-1], inspections)
         return True
+
+    def prompts_changed(self) -> None:
+        """What comes from now on is another load: a placement is compared on the load that it was made for."""
+        if self.spans:
+            self.spans[-1].closed = True
 
     def _note_served(self, span: Span, inspections: Sequence[Inspection]) -> None:
         slots = span.table.slots_per_rank
@@ -89,8 +96,9 @@ class Ledger:
                     span.slots_served[layer_index, position * slots + slot] = tokens
 
     def settled(self) -> list[Span]:
-        """Spans long enough to be compared; what was live only while a rollout passed through is left out."""
-        return [span for span in self.spans if float(span.loads.sum(axis=1).min()) >= ASSIGNMENTS_MIN]
+        """The first span, and those long enough to be compared: what a rollout only passed through is left out."""
+        long_enough = [span for span in self.spans[1:] if float(span.loads.sum(axis=1).min()) >= ASSIGNMENTS_MIN]
+        return [*self.spans[:1], *long_enough]
 
     def comparisons(self, dispatch: Dispatch = Dispatch.EVEN) -> list[Comparison]:
         """Each settled span's own load, scored under the placement before it and under its own."""

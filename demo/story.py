@@ -39,7 +39,7 @@ class DemoOptions:
     keep_running: bool = False
     port: int = 0
     seed: int = 1
-    in_flight: int = 6
+    in_flight: int = 8
     kinds: tuple[str, ...] = ("code", "logs", "prose")
 
 
@@ -140,6 +140,7 @@ class _Story:
 
     def _enter(self, kind: str) -> None:
         self._end_phase()
+        self._ledger.prompts_changed()
         self._phases.append(Phase(kind=kind, begin_s=self._now, end_s=self._now))
         self._traffic.kind = self._screen.view.phase = kind
         self._screen.event(f"prompts are now {kind}")

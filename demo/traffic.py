@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from examples.tiny_moe.text import KINDS, prompts
 
-PROMPT_BYTES = 72
-NEW_TOKENS = 56
-PROMPTS_OF_A_KIND = 192
+PROMPT_BYTES = 96
+NEW_TOKENS = 24
+PROMPTS_OF_A_KIND = 512
 
 
 @dataclass(frozen=True, slots=True)
