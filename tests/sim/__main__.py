@@ -8,7 +8,7 @@ import time
 from collections import Counter
 
 from tests.sim.run import Run
-from tests.sim.world import Violation
+from tests.sim.world import ViolationError
 
 
 def main() -> int:
@@ -25,7 +25,7 @@ def main() -> int:
         run = Run(seed)
         try:
             counts += run.go()
-        except Violation as violation:
+        except ViolationError as violation:
             print(violation)
             return 1
         if options.trace:

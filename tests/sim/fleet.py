@@ -56,9 +56,13 @@ class Rank:
     staging: dict[int, dict[tuple[LayerRef, int], int]] = field(default_factory=dict)
     copying: set[int] = field(default_factory=set)
 
-    @property
-    def digest(self) -> int:
-        return live_digest({layer: live.digest for layer, live in self.routed.items()})
+    digest: int = 0
+
+    def __post_init__(self) -> None:
+        self.map_changed()
+
+    def map_changed(self) -> None:
+        self.digest = live_digest({layer: live.digest for layer, live in self.routed.items()})
 
 
 class Fleet:
@@ -116,7 +120,9 @@ class Fleet:
 
     def registrations(self) -> list[Registration]:
         layers = tuple(
-            LayerInfo(layer_id=layer.layer_id, num_logical=self.num_logical, slots=self.slots_per_rank, expert_bytes=EXPERT_BYTES)
+            LayerInfo(
+                layer_id=layer.layer_id, num_logical=self.num_logical, slots=self.slots_per_rank, expert_bytes=EXPERT_BYTES
+            )
             for layer in LAYERS
         )
         return [
@@ -220,9 +226,8 @@ class Fleet:
     def _step(self) -> None:
         """Let every rank pass its next boundary that may: nobody is more than one boundary ahead."""
         for rank in self.ranks:
-            least = min(peer.boundary for peer in self.ranks)
-            level = all(peer.boundary == least for peer in self.ranks)
-            if level and self.world.now < self.idle_until_s:
+            least = min([peer.boundary for peer in self.ranks])
+            if self.world.now < self.idle_until_s and all(peer.boundary == least for peer in self.ranks):
                 self._go_idle()
                 return
             if rank.is_ready and rank.boundary == least:
@@ -374,19 +379,22 @@ class Fleet:
         first = self.rank_ids.index(rank.address.rank_id) * self.slots_per_rank
         for change in stage.layers:
             before = rank.routed[change.layer].generation
-            self.world.require(stage.generation > before, f"invariant 4: layer {change.layer} goes back from {before} to {stage.generation}")
+            self.world.require(
+                stage.generation > before, f"invariant 4: layer {change.layer} goes back from {before} to {stage.generation}"
+            )
             known = self.generation_rows.setdefault((stage.generation, change.layer), change.new_digest)
-            self.world.require(known == change.new_digest, f"invariant 4: generation {stage.generation} has two rows of {change.layer}")
+            self.world.require(
+                known == change.new_digest, f"invariant 4: generation {stage.generation} has two rows of {change.layer}"
+            )
             covered = set(change.new_row) - {-1} == set(range(self.num_logical))
             self.world.require(covered, f"invariant 3: layer {change.layer} lost an expert")
             rank.routed[change.layer] = LiveLayer(
                 layer=change.layer, generation=GenerationNumber(stage.generation), digest=change.new_digest, row=change.new_row
             )
+        rank.map_changed()
         self._check_weights(rank, first)
         self.world.note(f"A{rank.address.rank_id} flips {stage.chunk_id:#x} at {boundary}")
-        self._later(
-            self.world.random.uniform(0.0, 0.2), lambda: self._handle(rank, hook.FlipDone(stage.chunk_id, 0.001))
-        )
+        self._later(self.world.random.uniform(0.0, 0.2), lambda: self._handle(rank, hook.FlipDone(stage.chunk_id, 0.001)))
 
     def _check_weights(self, rank: Rank, first: int) -> None:
         for layer, live in rank.routed.items():
@@ -394,7 +402,8 @@ class Fleet:
             for slot, expert in enumerate(wanted):
                 held = rank.slots[layer][slot]
                 self.world.require(
-                    expert in (-1, held), f"invariant 2: rank {rank.address.rank_id} layer {layer} slot {slot} holds {held}, map {expert}"
+                    expert in (-1, held),
+                    f"invariant 2: rank {rank.address.rank_id} layer {layer} slot {slot} holds {held}, map {expert}",
                 )
 
     # ── signs of life ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,6 +14,7 @@ from eplb_service.moves import NO_MOVES
 from eplb_service.rollout import Rollout
 from eplb_service.rollout_events import (
     Alarm,
+    Cancel,
     Effect,
     Fenced,
     Finished,
@@ -198,14 +199,24 @@ class PlannerProcess:
             case Outranked(epoch):
                 self.world.counts["outranked"] += 1
                 if self.is_current:
-                    self.world.after(0.1, lambda: self._lead(epoch) if self.is_alive and self.rollout.epoch == self.epoch else None)
+                    self.world.after(
+                        0.1, lambda: self._lead(epoch) if self.is_alive and self.rollout.epoch == self.epoch else None
+                    )
                 else:
                     self.die("outranked")
             case Note(event=event, text=text):
                 self.world.counts[event] += 1
                 self.world.note(f"{self.name} notes {event}: {text}")
+                if event == "chunk.authorised" and not self.world.is_calm and self.world.chance(0.2):
+                    self.world.after(self.world.random.uniform(0.0, 0.8), self._cancel)
             case _:
                 pass
+
+    def _cancel(self) -> None:
+        """An operator's cancel that races with the vote."""
+        if self.rollout.open_chunk:
+            self.world.counts["cancels"] += 1
+            self.feed(Cancel(reason="enough", by="operator", withdraw=self.world.chance(0.8)))
 
     def _persist(self, token: int, generation: GenerationNumber) -> None:
         if not self.is_alive:
@@ -226,13 +237,19 @@ class PlannerProcess:
         self.has_adopted = True
         self._soon_start()
         group = self.rollout.group
-        if group is None or group.group_id != self.fleet.life or self.epoch < self.fleet.epoch_seen or not self.fleet.is_running:
+        if (
+            group is None
+            or group.group_id != self.fleet.life
+            or self.epoch < self.fleet.epoch_seen
+            or not self.fleet.is_running
+        ):
             return
         self.world.counts["live maps checked"] += 1
         for rank in self.fleet.ranks:
             self.world.require(
                 rank.digest == change.live.digest,
-                f"{self.name} takes {change.live.digest:#x} for live ({change.reason}), rank {rank.address.rank_id} routes {rank.digest:#x}",
+                f"{self.name} takes {change.live.digest:#x} for live ({change.reason}),"
+                f" rank {rank.address.rank_id} routes {rank.digest:#x}",
             )
 
     # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────────

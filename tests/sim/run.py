@@ -8,7 +8,7 @@ from agent.hook.chunk_events import ChunkState
 from eplb_service.rollout_events import Outcome, RolloutState
 from tests.sim.fleet import Fleet
 from tests.sim.planner import PlannerProcess, SimStore
-from tests.sim.world import Violation, World
+from tests.sim.world import ViolationError, World
 
 FAULTS_S = 14.0
 RESOLVED_WITHIN_S = 60.0
@@ -26,7 +26,15 @@ class Run:
         self._new_planner()
         self.fleet.on_formed.append(self._forget)
         chance = self.world.random
-        faults = [self._take_over, self._kill_planner, self._lose_store, self._crash_rank, self._idle, self._break_stream, self._reload]
+        faults = [
+            self._take_over,
+            self._kill_planner,
+            self._lose_store,
+            self._crash_rank,
+            self._idle,
+            self._break_stream,
+            self._reload,
+        ]
         for fault in chance.sample(faults, chance.randint(0, len(faults))):
             for _ in range(chance.randint(1, 2)):
                 self.world.after(chance.uniform(0.5, FAULTS_S), fault)
@@ -36,13 +44,13 @@ class Run:
         return self.planners[-1]
 
     def go(self) -> Counter[str]:
-        """Run it. Raises Violation with the trace, the seed and the command that replays it."""
+        """Run it. Raises ViolationError with the trace, the seed and the command that replays it."""
         try:
             self.world.run(FAULTS_S)
             self._calm()
         except Exception as error:
             trace = "\n".join(self.world.trace)
-            raise Violation(
+            raise ViolationError(
                 f"{error}\n\n{trace}\n\nseed {self.seed} at {self.world.now:.3f} s: {error!r}\n"
                 f"replay: python -m tests.sim --seed {self.seed}"
             ) from error

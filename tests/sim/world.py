@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """An invariant broke, or something did not resolve."""
 
 
@@ -63,4 +63,4 @@ class World:
 
     def require(self, holds: bool, what: str) -> None:
         if not holds:
-            raise Violation(what)
+            raise ViolationError(what)
