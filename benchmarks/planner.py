@@ -185,7 +185,8 @@ def row_of(name: str, work: Work, rows: npt.NDArray[np.int32], time_ms: float | 
     moves = residency_moves(problem.current, after, problem.topology)
     stacked = sum(len(set(held)) < len(held) for layer in after.by_rank().tolist() for held in layer)
     spent = "-" if time_ms is None else f"{time_ms:.1f}"
-    return f"  {name:<22}{imbalance.mean:>9.4f}{imbalance.worst:>9.4f}{moves.experts:>9}{moves.slots_rewritten:>11}{stacked:>9}{spent:>11}"
+    cost = f"{moves.experts:>9}{moves.slots_rewritten:>11}{stacked:>9}{spent:>11}"
+    return f"  {name:<22}{imbalance.mean:>9.4f}{imbalance.worst:>9.4f}{cost}"
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ coverage and tokens of the window, the least gain, sampling noise, and its own c
 shows on the window is one fresh draw of the load; what the proposal shows is too good, since it was fitted to that very
 window. So the proposal is scored by what it would show on a *fresh* window of the same size: the expectation of the largest of
 its noisy rank loads. Without this, every window would seem to justify a new plan (a resample of the same load too).
-*Noise* is multinomial per layer, widened by the overdispersion that the sub-windows show (tokens of one prompt go together).
+*Noise* is multinomial per layer, widened by what the sub-windows show: clumping (tokens of one prompt go together), and for the
+proposal also drift (a load that wandered within the window will not be in the next one what it was on average in this).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from eplb_service.dispatch import Dispatch, imbalance_of, reachable_slots
 from eplb_service.errors import InvalidInputError
-from eplb_service.noise import fresh_imbalance, overdispersion, rank_moments
+from eplb_service.noise import drift_dispersion, fresh_imbalance, overdispersion, rank_moments
 from eplb_service.placement import Table
 from eplb_service.policy.base import Proposal
 from eplb_service.topology import Topology
@@ -159,10 +160,10 @@ def _gains(config: GateConfig, inputs: GateInputs) -> tuple[_Gain, _Gain]:
     now, then = [], []
     for table in inputs.tables:
         total = table.loads.sum(axis=0)
-        dispersion = overdispersion(table.loads)
         before_layers.extend(imbalance_of(total, table.current, inputs.topology, inputs.dispatch).per_layer)
-        now.append(rank_moments(total, table.current, inputs.topology, inputs.dispatch, dispersion))
-        means, errors = rank_moments(total, table.proposal.placement, inputs.topology, inputs.dispatch, dispersion)
+        now.append(rank_moments(total, table.current, inputs.topology, inputs.dispatch, overdispersion(table.loads)))
+        ahead = drift_dispersion(table.loads)
+        means, errors = rank_moments(total, table.proposal.placement, inputs.topology, inputs.dispatch, ahead)
         then.append((means, errors * math.sqrt(PREDICTION_VARIANCE)))
     before, after = fresh_imbalance(now), fresh_imbalance(then)
     mean = _Gain(

@@ -24,6 +24,9 @@ GRID_SIGMAS = 6.0
 SUB_WINDOWS_MIN = 4
 """Fewer sub-windows say too little of how the load varies; then plain multinomial noise is assumed."""
 
+DRIFT_GROWTH = 4.0
+"""Half means of a random walk of n steps differ by a variance of n/3 steps over 4/n of noise, window means by 2n/3 over 2/n."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreshImbalance:
@@ -64,26 +67,46 @@ def largest_of_normals(means: Float64Array, errors: Float64Array) -> tuple[float
     return mean, float(np.sqrt(max(0.0, float((mass * (middle - mean) ** 2).sum()))))
 
 
+def _dispersion(before: Float64Array, after: Float64Array) -> float:
+    """Variance of the change in popularity over what multinomial sampling makes of it, 1 = sampling alone.
+
+    Both: shape (pairs, L, E), tokens. Mean over pairs and experts, median over layers; layers idle in some pair are left out.
+    """
+    total_before, total_after = before.sum(axis=2), after.sum(axis=2)
+    busy = ((total_before > 0) & (total_after > 0)).all(axis=0)
+    if not busy.any():
+        return 1.0
+    first, second = before[:, busy], after[:, busy]
+    weight_first, weight_second = total_before[:, busy, None], total_after[:, busy, None]
+    change = first / weight_first - second / weight_second
+    pooled = (first + second).sum(axis=0) / (weight_first + weight_second).sum(axis=0)
+    seen = (change**2 / (1.0 / weight_first + 1.0 / weight_second)).sum(axis=2).mean(axis=0)
+    multinomial = (pooled * (1.0 - pooled)).sum(axis=1)
+    ratio = np.divide(seen, multinomial, out=np.ones_like(seen), where=multinomial > 0)
+    return float(np.median(ratio))
+
+
 def overdispersion(loads: Float64Array) -> float:
     """How much more the load varies between neighbouring sub-windows than multinomial sampling would; at least 1.
 
-    Loads: shape (W, L, E). Differences of neighbours, so that slow drift hardly counts; the median over layers. 1.0 when there
-    are fewer than SUB_WINDOWS_MIN sub-windows.
+    Loads: shape (W, L, E). Tokens of one prompt go together, so real load is clumped. Slow drift hardly counts here. 1.0 when
+    there are fewer than SUB_WINDOWS_MIN sub-windows.
     """
+    return 1.0 if loads.shape[0] < SUB_WINDOWS_MIN else max(1.0, _dispersion(loads[:-1], loads[1:]))
+
+
+def drift_dispersion(loads: Float64Array) -> float:
+    """Dispersion of the *next* window around this one: clumping, and drift as far as the two halves of this window show it.
+
+    Loads: shape (W, L, E). Where popularity wanders as a random walk, the means of two windows differ by DRIFT_GROWTH times
+    what the means of the two halves do (in units of their sampling noise). At least `overdispersion`.
+    """
+    clumped = overdispersion(loads)
     if loads.shape[0] < SUB_WINDOWS_MIN:
-        return 1.0
-    totals = loads.sum(axis=2, keepdims=True)
-    busy = (totals[:, :, 0] > 0).all(axis=0)
-    if not busy.any():
-        return 1.0
-    shares = loads[:, busy] / totals[:, busy]
-    pooled = loads[:, busy].sum(axis=0) / totals[:, busy].sum(axis=0)
-    differences = np.diff(shares, axis=0)
-    inverse = 1.0 / totals[1:, busy] + 1.0 / totals[:-1, busy]
-    seen = (differences**2 / inverse).sum(axis=2).mean(axis=0)
-    multinomial = (pooled * (1.0 - pooled)).sum(axis=1)
-    ratio = np.divide(seen, multinomial, out=np.ones_like(seen), where=multinomial > 0)
-    return max(1.0, float(np.median(ratio)))
+        return clumped
+    half = loads.shape[0] // 2
+    halves = _dispersion(loads[:half].sum(axis=0)[None], loads[-half:].sum(axis=0)[None])
+    return clumped + DRIFT_GROWTH * max(0.0, halves - clumped)
 
 
 def rank_moments(

@@ -13,7 +13,7 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import CostModel, GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.ids import RankId
-from eplb_service.noise import fresh_imbalance, largest_of_normals, normal_cdf, overdispersion, rank_moments
+from eplb_service.noise import drift_dispersion, fresh_imbalance, largest_of_normals, normal_cdf, overdispersion, rank_moments
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.greedy import GreedyPolicy
@@ -195,3 +195,14 @@ def test_tokens_that_go_together_widen_the_noise() -> None:
     assert overdispersion(clumped) == pytest.approx(10, rel=0.3)
     assert overdispersion(independent[:3]) == 1.0
     assert overdispersion(np.zeros((8, 2, 4))) == 1.0
+
+
+def test_load_that_wanders_makes_the_next_window_less_certain() -> None:
+    steady = sample(popularity(1), 80_000, 5, num_windows=8)
+    assert drift_dispersion(steady) < 3
+    random = np.random.default_rng(6)
+    walk = np.cumsum(random.normal(0, 0.1, (8, 6, 32)), axis=0)
+    weights = popularity(1) * np.exp(walk)
+    wandering = np.array([sample(step / step.sum(axis=1, keepdims=True), 10_000, k)[0] for k, step in enumerate(weights)])
+    assert drift_dispersion(wandering) > 3 * overdispersion(wandering)
+    assert drift_dispersion(steady[:3]) == 1.0
