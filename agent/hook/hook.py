@@ -6,7 +6,6 @@ import contextlib
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,10 +15,11 @@ from agent.frames import RegistrationAnswer
 from agent.hook import chunk_events as ev
 from agent.hook.chunk import ChunkMachine
 from agent.hook.config import HookConfig, HookStatus
+from agent.hook.flipper import FlipBrokenError, Flipper
 from agent.hook.link import Link
 from agent.hook.outbox import Outbox
 from agent.hook.recorder import Recorder
-from agent.hook.routing import PreparedFlip, flip
+from agent.hook.routing import PreparedFlip
 from agent.hook.stager import Stager, Weights
 from agent.hook.startup import EngineFacts, Meeting, inspect, meet
 from agent.hook.vote import Voter
@@ -29,7 +29,6 @@ from eplb_service import __version__
 from eplb_service.control import Arm, Pulse, Registration, ToRank
 from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
 from eplb_service.failpoints import reach
-from eplb_service.generation import live_digest
 from eplb_service.ids import ChunkId, LayerRef
 
 __all__ = ["Hook", "HookConfig", "HookStatus"]
@@ -37,15 +36,6 @@ __all__ = ["Hook", "HookConfig", "HookStatus"]
 TICK_S = 0.2
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Flipping:
-    """A flip whose copies may still run on the device."""
-
-    chunk_id: ChunkId
-    prepared: PreparedFlip
-    stall_s: float
 
 
 class Hook:
@@ -69,16 +59,11 @@ class Hook:
         self._weights_version = port.weights_version()
         self._was_idle = False
         self._pulse_due_s = 0.0
-        self._prepared: PreparedFlip | None = None
-        self._flipping: _Flipping | None = None
-        self._flips = 0
         self._outbox = Outbox(config.ring_windows)
         self._facts: EngineFacts = inspect(port, config)
         facts = self._facts
         self._streams = streams_for(facts.device, port.compute_stream())
-        self._routed = {layer: live.digest for layer, live in facts.live.items()}
-        self._routed_digest = live_digest(self._routed)
-        self._generations = {layer: live.generation for layer, live in facts.live.items()}
+        self._flipper = Flipper(facts, port, self._streams)
         self._recorder: Recorder | None = Recorder(
             [(layer, shape.num_logical) for layer, shape in facts.shape.layers.items()],
             address=facts.description.address,
@@ -117,6 +102,8 @@ class Hook:
         if not problem:
             try:
                 self._stager = self._make_stager(meeting)
+                with self._streams.on_compute_stream():
+                    self._stager.weights_written(self._streams.record())
                 self._stager.start(self._weights_version)
             except EnvironmentFault as error:
                 self._stager, problem = None, str(error)
@@ -183,10 +170,10 @@ class Hook:
                 connected=self._link.is_connected,
                 open_id=machine.open_id,
                 flipped_id=machine.ledger.flipped_id,
-                generations=dict(self._generations),
+                generations=self._flipper.generations,
                 windows_sent=self._outbox.windows_sent,
                 windows_dropped=self._outbox.windows_dropped,
-                flips=self._flips,
+                flips=self._flipper.flips,
                 refusals=dict(machine.refusals),
                 stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
             )
@@ -197,7 +184,7 @@ class Hook:
         """See the last vote through, flip if it passed, cast the next: in this order, at the same boundary on all ranks."""
         boundary = self._boundary
         self._poll_flip()
-        self._weights_version = self._port.weights_version()
+        self._look_at_weights(capturing=capturing)
         self._dispatch(ev.Boundary(boundary, self._weights_version))
         if self._voter is None or boundary % self._config.vote_period:
             return
@@ -206,6 +193,14 @@ class Hook:
         if self._stopped or self._voter.is_off:
             return
         self._dispatch(ev.VoteDue(boundary))
+
+    def _look_at_weights(self, *, capturing: bool) -> None:
+        """A new version: what the stager reads next must come after whatever wrote the weights on the compute stream."""
+        version = self._port.weights_version()
+        if version != self._weights_version and self._stager is not None and not capturing:
+            with self._streams.on_compute_stream():
+                self._stager.weights_written(self._streams.record())
+        self._weights_version = version
 
     def _on_failure(self, error: Exception) -> None:
         """Something broke in here. The other ranks must still get this rank's vote, and it is 0."""
@@ -226,7 +221,7 @@ class Hook:
         if self._recorder is None:
             return
         try:
-            if self._switched_off != self._inert:
+            if self._switched_off != self._inert and not capturing:
                 self._inert = self._switched_off
                 self._recorder.pause()
             if not self._inert:
@@ -235,7 +230,7 @@ class Hook:
                     num_real_tokens=num_real_tokens,
                     warmup=warmup,
                     capturing=capturing,
-                    live_digest=self._routed_digest,
+                    live_digest=self._flipper.routed_digest,
                 )
                 if len(self._outbox):
                     self._link.wake()
@@ -266,7 +261,7 @@ class Hook:
             case ev.CancelStaging() if self._stager is not None:
                 self._stager.cancel(effect.chunk_id)
             case ev.ReleaseStaging():
-                self._prepared = None
+                self._flipper.hold(None)
             case _:
                 return False
         return True
@@ -287,45 +282,22 @@ class Hook:
                 raise BrokenInvariantError(f"no part of this hook can run {type(effect).__name__}")
 
     def _flip(self, effect: ev.Flip, *, capturing: bool) -> None:
-        with self._lock:
-            prepared = self._prepared
-        if prepared is None or capturing or self._stager is None:
-            why = "a graph is being captured" if capturing else "nothing is staged for it"
-            self._stop(f"chunk {effect.stage.chunk_id:#x} must flip at boundary {effect.boundary}, but {why}")
-            return
-        reach("hook.flip.begin")
-        began = time.monotonic()
-        facts = self._facts
         try:
-            flip(
-                prepared,
-                port=self._port,
-                streams=self._streams,
-                tensors=facts.tensors,
-                layouts=facts.layouts,
-                tables=facts.tables,
-            )
-        except Exception as error:  # noqa: BLE001  # half a flip must not serve, whatever broke it
-            self._stop(f"the flip of chunk {effect.stage.chunk_id:#x} broke: {type(error).__name__}: {first_line(error)}")
+            prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing)
+        except FlipBrokenError as error:
+            logger.exception("hook.flip failed")
+            self._stop(str(error))
             return
-        self._stager.note_flip(effect.stage, prepared.checksums)
-        self._routed.update({change.layer: change.new_digest for change in effect.stage.layers})
-        self._routed_digest = live_digest(self._routed)
-        self._generations.update({change.layer: effect.stage.generation for change in effect.stage.layers})
-        self._flips += 1
-        with self._lock:
-            self._flipping = _Flipping(effect.stage.chunk_id, prepared, time.monotonic() - began)
-        reach("hook.flip.done")
+        if self._stager is not None:
+            self._stager.note_flip(effect.stage, prepared.checksums)
         self._poll_flip()
 
     def _poll_flip(self) -> None:
         """Say Flipped once the device has made it true."""
         with self._lock:
-            flipping = self._flipping
-            if flipping is None or not flipping.prepared.copied_out.is_reached():
-                return
-            self._flipping = None
-            self._dispatch(ev.FlipDone(flipping.chunk_id, flipping.stall_s))
+            finished = self._flipper.finished()
+            if finished is not None:
+                self._dispatch(ev.FlipDone(*finished))
 
     def _stop(self, reason: str) -> None:
         self._stopped = reason
@@ -338,8 +310,19 @@ class Hook:
 
     # ── from other threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _dispatch_from_thread(self, event: ev.Event) -> None:
+        """As `_dispatch`; a broken invariant ends this rank's part in rollouts, or its steps when a vote is undecided."""
+        try:
+            self._dispatch(event)
+        except BrokenInvariantError as error:
+            logger.exception("hook.failed")
+            if self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED):
+                self._stop(str(error))
+            else:
+                self._set_off("failure", first_line(error))
+
     def _on_resolved(self, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
-        self._dispatch(ev.VoteResolved(chunk, outcome, detail))
+        self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail))
 
     def _on_vote_off(self, reason: str) -> None:
         logger.warning("hook.vote_off: %s", reason)
@@ -347,12 +330,12 @@ class Hook:
 
     def _on_staging_end(self, end: ev.StagingDone | ev.StagingFailed, prepared: PreparedFlip | None) -> None:
         with self._lock:
-            self._prepared = prepared
-            self._dispatch(end)
+            self._flipper.hold(prepared)
+            self._dispatch_from_thread(end)
 
     def on_message(self, message: ToRank) -> None:
         """The planner says something (link thread)."""
-        self._dispatch(ev.Received(message))
+        self._dispatch_from_thread(ev.Received(message))
         if isinstance(message, Arm) and self._machine.state is ev.ChunkState.ARMED:
             reach("hook.armed")
 
@@ -369,13 +352,13 @@ class Hook:
     def on_tick(self) -> None:
         """Deadlines, the off switch, idleness and signs of life (link thread)."""
         self._poll_flip()
-        self._dispatch(ev.Tick())
+        self._dispatch_from_thread(ev.Tick())
         self._check_switch()
         now = time.monotonic()
         idle = now - self._last_boundary_s > self._config.idle_after_s
-        if idle and not self._was_idle:
-            self._dispatch(ev.EngineIdle())
         if now >= self._pulse_due_s or idle != self._was_idle:
+            if idle:
+                self._dispatch_from_thread(ev.EngineIdle())
             self._pulse_due_s = now + self._config.pulse_period_s
             self._outbox.put(self._pulse(idle=idle))
         self._was_idle = idle

@@ -22,7 +22,7 @@ from agent.hook.stage_check import RankShape, local_changes
 from agent.transfer.gloo import Store, first_line, local_store
 from agent.transfer.gloo_peer import GlooMesh, GlooTransfer, LocalRank, SendRing, StagedCopy, TransferError, slot_checksums
 from agent.transfer.staging import ExpertLayout, Staging
-from agent.transfer.streams import Streams
+from agent.transfer.streams import DeviceEvent, Streams
 from eplb_service.control import RefusalCode, Stage
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, LayerRef
@@ -65,6 +65,7 @@ class Stager:
         self._ring = SendRing.allocate(weights.layouts, weights.device, streams)
         self._checksums: dict[LayerRef, list[int]] = {}
         self._checksums_of: int | None = None
+        self._weights_ready: DeviceEvent | None = None
         self._rank = LocalRank(
             rank_id=shape.rank_id,
             group_rank_ids=shape.group_rank_ids,
@@ -82,6 +83,10 @@ class Stager:
         self._busy_with: ChunkId | None = None
         self._queue: queue.SimpleQueue[tuple[BeginStaging, Mapping[LayerRef, tuple[int, ...]]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="eplb-stage", daemon=True)
+
+    def weights_written(self, event: DeviceEvent) -> None:
+        """The engine's weights are complete once this event is reached: nothing of them is read before."""
+        self._weights_ready = event
 
     def start(self, weights_version: int) -> None:
         """Compute the checksums of what was loaded, then start the thread."""
@@ -202,6 +207,8 @@ class Stager:
 
     def _compute_checksums(self, weights_version: int) -> None:
         with self._streams.on_side_stream():
+            if self._weights_ready is not None:
+                self._weights_ready.hold_current_stream()
             for layer, layout in self._weights.layouts.items():
                 tensors = self._weights.tensors[layer]
                 slots = self._shape.layers[layer].slots

@@ -36,7 +36,8 @@ class Owner:
     def registration(self) -> Registration:
         return Registration(
             deployment=DeploymentId("d"), address=ADDRESS, node="n", group_rank_ids=(RankId(4),), phase=Phase.DECODE, stage=0,
-            models=(), capacity=1.0, dispatch="even", vote_period=1, window_steps=1, sub_windows=1, staging_bytes=0, replica_table_width=1,
+            models=(), capacity=1.0, dispatch="even", vote_period=1, window_steps=1, sub_windows=1, staging_bytes=0,
+            replica_table_width=1,
             weights_version=0,
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.hook.outbox import Outbox
@@ -124,6 +124,7 @@ def test_reports_are_what_the_planner_accepts() -> None:
         assert isinstance(extract_counts(report, expected), dict)
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), max_size=6), min_size=1, max_size=40), st.integers(1, 6), st.data())
 def test_no_assignment_is_lost_or_counted_twice(steps: list[list[int]], window: int, data: st.DataObject) -> None:
     bench = Bench(ring=100, window=window, parts=data.draw(st.integers(1, window)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.engine.port import RoutingTables, SlotTensor, TensorKind
@@ -40,11 +40,13 @@ def slow_checksum(words: Sequence[int]) -> int:
 words_of_64_bits = st.integers(-(1 << 63), (1 << 63) - 1)
 
 
+@settings(deadline=None)
 @given(st.lists(words_of_64_bits, max_size=20))
 def test_the_checksum_is_the_weighted_sum_modulo_two_to_the_64(words: list[int]) -> None:
     assert int(checksum(packed(words))) == slow_checksum(words)
 
 
+@settings(deadline=None)
 @given(st.lists(words_of_64_bits, min_size=1, max_size=20), st.data())
 def test_any_change_of_one_byte_shows(words: list[int], data: st.DataObject) -> None:
     bytes_ = packed(words)
@@ -54,6 +56,7 @@ def test_any_change_of_one_byte_shows(words: list[int], data: st.DataObject) -> 
     assert int(checksum(changed)) != int(checksum(bytes_))
 
 
+@settings(deadline=None)
 @given(st.lists(words_of_64_bits, min_size=2, max_size=20, unique=True))
 def test_the_same_words_in_another_order_have_another_checksum(words: list[int]) -> None:
     assert int(checksum(packed(words[::-1]))) != int(checksum(packed(words)))
