@@ -1,4 +1,4 @@
-"""Train the tiny MoE from a seed: `python -m examples.tiny_moe.train --seed 0 --steps 2000 --out weights.safetensors`.
+"""Train the tiny MoE from a seed: `python -m examples.tiny_moe.train --seed 0 --steps 1200 --out weights.safetensors`.
 
 All schedules are in steps, so the same seed, steps and threads on the same machine give the same bytes. On another machine
 the text differs (other package versions), and so do the weights.
@@ -28,7 +28,7 @@ from examples.tiny_moe.weights import SHIPPED_WEIGHTS, write_weights
 class Recipe:
     """How to train; every duration is in steps or a share of them."""
 
-    steps: int = 2000
+    steps: int = 1200
     seed: int = 0
     sequences_per_kind: int = 4
     length: int = 256
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=main.__doc__, prog="python -m examples.tiny_moe.train")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
     parser.add_argument("--steps", type=int, default=Recipe().steps, help="all schedules stretch with it")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads; another number rounds differently")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads; another number rounds differently")
     parser.add_argument("--out", type=Path, default=SHIPPED_WEIGHTS, help="weights file to write")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
