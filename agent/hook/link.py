@@ -146,12 +146,11 @@ class Link:
                 return
             if not attached and time.monotonic() > welcome_by:
                 raise _LinkLostError(f"it took the connection but said nothing for {WELCOME_TIMEOUT_S:g} s")
-            writers = [connection] if self._unsent else []
-            readable, writable, _ = select.select([connection, self._wake_read], writers, [], self._until_tick())
+            ready = self._wait(self._until_tick(), connection)
             self._drain_wake()
-            if writable:
+            if ready & select.POLLOUT:
                 self._write(connection)
-            if connection in readable:
+            if ready & ~select.POLLOUT:
                 for message in self._read(connection):
                     self._on_frame(message)
             self._tick_if_due()
@@ -211,9 +210,18 @@ class Link:
         """Wait before the next try; ticks go on."""
         until = time.monotonic() + seconds
         while not self._closing.is_set() and (left := until - time.monotonic()) > 0:
-            select.select([self._wake_read], [], [], min(left, self._until_tick()))
+            self._wait(min(left, self._until_tick()))
             self._drain_wake()
             self._tick_if_due()
+
+    def _wait(self, timeout_s: float, connection: socket.socket | None = None) -> int:
+        """Until something can be done; returns what the connection is ready for (`select` ends at 1024 open files)."""
+        poller = select.poll()
+        poller.register(self._wake_read, select.POLLIN)
+        if connection is not None:
+            poller.register(connection, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+        ready = dict(poller.poll(timeout_s * 1000.0))
+        return ready.get(connection.fileno(), 0) if connection is not None else 0
 
     def _until_tick(self) -> float:
         return max(0.0, self._next_tick - time.monotonic())

@@ -1,6 +1,7 @@
 """The flip path on CUDA tensors: other streams, asynchronous copies, captured graphs.
 
-The order of calls is tested on any machine (tests/unit/test_hook_transfer.py). One rank votes alone: what is shown here is the device's side; several ranks are in tests/integration.
+The order of calls is tested on any machine (tests/unit/test_hook_transfer.py). One rank votes alone: what is shown here is the
+device's side; several ranks are in tests/integration.
 """
 
 from __future__ import annotations
