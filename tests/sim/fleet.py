@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -235,7 +236,7 @@ class Fleet:
                 self._pass_boundary(rank)
                 if not self.is_running:
                     return
-                self._later(self.step_s * self.world.random.uniform(0.7, 1.5), lambda rank=rank: self._ready(rank))
+                self._later(self.step_s * self.world.random.uniform(0.7, 1.5), partial(self._ready, rank))
 
     def _ready(self, rank: Rank) -> None:
         rank.is_ready = True
@@ -326,7 +327,7 @@ class Fleet:
         if isinstance(message, Flipped):
             self.world.counts["flips of ranks"] += 1
         for listener in self.listeners:
-            self.world.transmit(lambda listener=listener: listener(message))
+            self.world.transmit(partial(listener, message))
 
     def _check_proof(self, chunk: int) -> None:
         both = self.closed & self.flipped
@@ -368,7 +369,7 @@ class Fleet:
         if len(votes) == self.num_ranks:  # waiter threads may know it before the next vote
             self.votes.pop((self.life, boundary - 3 * self.vote_period), None)
             for peer in self.ranks:
-                self._later(self.world.random.uniform(0.0, 0.3), lambda peer=peer: self._resolve(peer, boundary))
+                self._later(self.world.random.uniform(0.0, 0.3), partial(self._resolve, peer, boundary))
 
     def _flip(self, rank: Rank, stage: Stage, boundary: int) -> None:
         self.flipped.add((self.life, stage.chunk_id))

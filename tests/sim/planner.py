@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from eplb_service.control import Address, FromRank, Pulse
 from eplb_service.errors import EplbError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber
 from eplb_service.imbalance import Imbalance
-from eplb_service.membership import Attached, Detached, Gone, Membership, MembershipEvent, Ready, Registered, WeightsSeen
+from eplb_service.membership import (
+    Attached,
+    Detached,
+    Gone,
+    GroupReady,
+    Membership,
+    MembershipEvent,
+    Ready,
+    Registered,
+    WeightsSeen,
+)
 from eplb_service.moves import NO_MOVES
 from eplb_service.rollout import Rollout
 from eplb_service.rollout_events import (
@@ -18,7 +29,6 @@ from eplb_service.rollout_events import (
     Effect,
     Fenced,
     Finished,
-    GroupReady,
     LiveChanged,
     Note,
     Outcome,
@@ -112,6 +122,10 @@ class PlannerProcess:
         if isinstance(status, Ready):
             self.feed(GroupReady(status.group))
 
+    def _lead_again(self, outranked: Rollout, floor: int) -> None:
+        if self.is_alive and self.rollout is outranked:
+            self._lead(floor)
+
     def generation_floor(self) -> GenerationNumber:
         mine = self.rollout.generation_floor if hasattr(self, "rollout") else GenerationNumber(0)
         return max(mine, GenerationNumber(self.store.latest))
@@ -121,7 +135,7 @@ class PlannerProcess:
     def _meet_ranks(self) -> None:
         for registration in self.fleet.registrations():
             delay_s = self.world.random.uniform(0.0, 0.5)
-            self.world.after(delay_s, lambda registration=registration: self._meet(registration.address))
+            self.world.after(delay_s, partial(self._meet, registration.address))
 
     def _meet(self, address: Address) -> None:
         for registration in self.fleet.registrations():
@@ -169,7 +183,7 @@ class PlannerProcess:
         for effect in machine.handle(event, self.world.now):
             if self.is_alive:
                 self._run(effect)
-        if self.is_alive and machine is self.rollout and self.timer != (machine, machine.next_deadline):
+        if machine is self.rollout and self.timer != (machine, machine.next_deadline):
             self._set_timer()
 
     def _set_timer(self) -> None:
@@ -199,9 +213,7 @@ class PlannerProcess:
             case Outranked(epoch):
                 self.world.counts["outranked"] += 1
                 if self.is_current:
-                    self.world.after(
-                        0.1, lambda: self._lead(epoch) if self.is_alive and self.rollout.epoch == self.epoch else None
-                    )
+                    self.world.after(0.1, partial(self._lead_again, self.rollout, epoch))
                 else:
                     self.die("outranked")
             case Note(event=event, text=text):

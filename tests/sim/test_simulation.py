@@ -77,7 +77,7 @@ def test_a_planner_that_takes_one_flip_for_all_is_found(monkeypatch: pytest.Monk
             self.outcome = FlippedEverywhere(message.boundary)
 
     for state in (RolloutState.ARMED, RolloutState.DISARMING):
-        monkeypatch.setitem(open_chunk._ON_ANSWER, (Flipped, state), hasty)  # type: ignore[arg-type]
+        monkeypatch.setitem(open_chunk._ON_ANSWER, (Flipped, state), hasty)
     found = broken(range(60))
     assert "for live" in found or "invariant" in found
     assert "replay: python -m tests.sim --seed" in found
