@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from agent.runtime import AgentConfig, run_agent
 from eplb_service import log
 from eplb_service.rpc.channel import TlsFiles
 
@@ -78,6 +77,8 @@ def agent(
     log_level: str,
 ) -> None:
     """Run the agent process of a node: it links the hooks of the local ranks with the planner."""
+    from agent.runtime import AgentConfig, run_agent  # noqa: PLC0415  (after eplb_service.rpc has quieted gRPC's core)
+
     log.configure(log_format=log_format, level=log_level)
     tls = None
     if tls_ca or tls_cert or tls_key or tls_server_name:

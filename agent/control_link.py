@@ -48,7 +48,8 @@ class ControlLink:
         tasks = [asyncio.create_task(part) for part in (self._write(), self._read(), self._watch())]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            return next(task.result() for task in tasks if task in done)
+            ended = next(task for task in tasks if task in done)
+            return "the call was cancelled" if ended.cancelled() else ended.result()
         finally:
             for task in tasks:
                 task.cancel()

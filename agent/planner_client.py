@@ -45,7 +45,8 @@ class _Stream(Generic[_Request, _Reply]):
         except TimeoutError:
             raise DeadlineError(f"planner at {self._address} did not read for {WRITE_TIMEOUT_S:.0f} s") from None
         except asyncio.InvalidStateError:  # the call ended before this write
-            raise await self.failure() from None
+            ended = await self.failure()
+            raise ended or EnvironmentFault(f"planner at {self._address} ended the stream") from None
         except grpc.RpcError as failure:
             raise error_of(failure, self._address) from None
 
@@ -56,20 +57,23 @@ class _Stream(Generic[_Request, _Reply]):
         except grpc.RpcError as failure:
             raise error_of(failure, self._address) from None
         if reply is grpc.aio.EOF:
-            if await self._call.code() is not grpc.StatusCode.OK:
-                raise await self.failure()
+            ended = await self.failure()
+            if ended is not None:
+                raise ended
             return None
         return reply  # type: ignore[return-value]  # EOF is ruled out above
 
-    async def failure(self) -> EplbError:
-        """Why the call ended."""
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            code, detail = await self._call.code(), await self._call.details()
-            trailing = await self._call.trailing_metadata()
+    async def failure(self) -> EplbError | None:
+        """Why the call ended; None when it ended in good order."""
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                code, detail = await self._call.code(), await self._call.details()
+                trailing = await self._call.trailing_metadata()
+        except TimeoutError:
+            return DeadlineError(f"planner at {self._address} ended the stream without a status")
         if code is grpc.StatusCode.OK:
-            return EnvironmentFault(f"planner at {self._address} ended the stream")
-        metadata = trailing if isinstance(trailing, grpc.aio.Metadata) else grpc.aio.Metadata(*trailing)
-        return error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, details=detail), self._address)
+            return None
+        return error_of(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details=detail), self._address)
 
     async def end_writing(self) -> None:
         """Say that nothing more comes; the planner then ends the stream, which whoever reads will see."""
@@ -124,7 +128,7 @@ class PlannerClient:
         self.address = address
         self._tls = tls
         self._channel = open_channel(address, tls)
-        self._stub: Any = agent_pb2_grpc.AgentServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = agent_pb2_grpc.AgentServiceStub(self._channel)
 
     async def register(self, registration: Registration) -> agent_pb2.RegisterResponse:
         """Announce a rank. Raises the planner's refusal, or EnvironmentFault and DeadlineError when it is not there."""

@@ -55,7 +55,7 @@ from agent.session_events import (
 from eplb_service import __version__
 from eplb_service.attach import FromAgent
 from eplb_service.control import Arm, Flipped, Pulse, Stage, Staged, ToRank
-from eplb_service.errors import EnvironmentFault, EplbError, InvalidInputError
+from eplb_service.errors import BrokenInvariantError, EnvironmentFault, EplbError, InvalidInputError
 from eplb_service.failpoints import reach
 from eplb_service.log import get_logger
 from eplb_service.rpc.channel import TlsFiles
@@ -127,7 +127,8 @@ class AgentProcess:
                 loop.remove_signal_handler(number)
             await self._close()
         if self._fault is not None:
-            raise self._fault
+            self._log.error("agent.failed", exc_info=self._fault)
+            raise BrokenInvariantError(f"the agent process met a bug and stopped: {self._fault!r}; its log has the trace")
 
     async def _close(self) -> None:
         """End the stream, then the links. Nobody says Gone: the engines live, and link again to the next agent process."""

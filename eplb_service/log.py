@@ -18,13 +18,29 @@ FORMATS = ("console", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 
+class _Stderr:
+    """Whatever `sys.stderr` is when a line is written: loggers are kept, and who replaced stderr takes it back."""
+
+    def write(self, text: str) -> int:
+        """Write to the present one."""
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        """Flush the present one."""
+        sys.stderr.flush()
+
+    def isatty(self) -> bool:
+        """Whether the present one is a terminal."""
+        return sys.stderr.isatty()
+
+
 def configure(*, log_format: str = "console", level: str = "info", stream: TextIO | None = None) -> None:
     """Set up logging for the whole process. Raises InvalidInputError for an unknown format or level."""
     if log_format not in FORMATS:
         raise InvalidInputError(f"log format {log_format!r} is not one of {', '.join(FORMATS)}")
     if level not in LEVELS:
         raise InvalidInputError(f"log level {level!r} is not one of {', '.join(LEVELS)}")
-    target = stream or sys.stderr
+    target: TextIO | _Stderr = stream or _Stderr()
     renderer: Any = structlog.processors.JSONRenderer(ensure_ascii=False, default=str)
     if log_format == "console":
         renderer = structlog.dev.ConsoleRenderer(colors=target.isatty(), pad_event_to=26)
@@ -37,7 +53,7 @@ def configure(*, log_format: str = "console", level: str = "info", stream: TextI
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(target),
+        logger_factory=structlog.PrintLoggerFactory(target),  # type: ignore[arg-type]  # it writes and flushes, no more
         cache_logger_on_first_use=True,
     )
 

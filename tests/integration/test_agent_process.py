@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import signal
 import stat
@@ -14,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from agent.frames import RegistrationAnswer, Welcome
-from eplb_service import __version__
+from agent.runtime import AgentConfig, run_agent
+from eplb_service import __version__, log
 from eplb_service.attach import Gone
 from eplb_service.control import Arm, Flipped, Hello, Pulse, Stage, Staged
-from eplb_service.errors import ConflictError
+from eplb_service.errors import BrokenInvariantError, ConflictError
 from eplb_service.failpoints import EXIT_CODE
 from eplb_service.ids import LayerRef, chunk_id
 from tests.integration.agent_doubles import (
@@ -314,6 +317,36 @@ def test_bad_configuration_ends_in_one_sentence(
     errors = capsys.readouterr().err
     assert sentence.format(folder=folder) in errors
     assert "Traceback" not in errors
+
+
+def test_a_bug_in_the_session_stops_the_process_with_its_reason(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Better no agent process than one in an unknown state: the hooks hold what matters and link to the next one."""
+    from agent.session import Session
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    async def work() -> None:
+        monkeypatch.setattr(Session, "handle", fail)
+        process = asyncio.create_task(
+            run_agent(AgentConfig(planner="127.0.0.1:1", socket=folder / "s", ready_file=folder / "r"))
+        )
+        hook = FakeHook(address(0))
+        async with asyncio.timeout(DEADLINE_S):
+            while not (folder / "r").exists():  # noqa: ASYNC110  (a file appears)
+                await asyncio.sleep(0.002)
+        await hook.link(folder / "s")
+        with pytest.raises(BrokenInvariantError, match="met a bug and stopped: ZeroDivisionError"):
+            await process
+        await hook.unlinked()
+
+    lines = io.StringIO()
+    log.configure(log_format="json", stream=lines)
+    request.addfinalizer(structlog.reset_defaults)
+    run(work)
+    assert 'ZeroDivisionError: a bug"' in lines.getvalue().splitlines()[-1]
 
 
 def test_a_socket_of_a_living_program_without_our_lock_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,17 @@ def test_events_carry_their_bound_fields_and_those_below_the_level_are_left_out(
     structlog.reset_defaults()
 
 
+def test_a_logger_that_is_kept_follows_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    configure(log_format="json")
+    log = get_logger()
+    for _ in range(2):
+        stream = io.StringIO()
+        monkeypatch.setattr("sys.stderr", stream)
+        log.info("window.closed")
+        assert "window.closed" in stream.getvalue()
+        stream.close()
+
+
 def test_unknown_formats_and_levels_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="log format 'xml' is not one of console, json"):
         configure(log_format="xml")
