@@ -48,7 +48,8 @@ def frame_lengths(prefix: bytes) -> tuple[int, int]:
         raise InvalidInputError(f"not a frame: it starts with {magic!r}, expected {MAGIC!r}; is this the agent's socket?")
     if head_length > HEAD_BYTES_MAX or payload_length > PAYLOAD_BYTES_MAX:
         raise InvalidInputError(
-            f"frame too large: head {head_length} of at most {HEAD_BYTES_MAX} bytes, payload {payload_length} of at most {PAYLOAD_BYTES_MAX}"
+            f"frame too large: head {head_length} of at most {HEAD_BYTES_MAX} bytes,"
+            f" payload {payload_length} of at most {PAYLOAD_BYTES_MAX}"
         )
     return head_length, payload_length
 
