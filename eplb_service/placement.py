@@ -153,7 +153,8 @@ class Table:
         if rank_id not in self.rank_ids:
             raise InvalidInputError(f"rank {rank_id} is not among the ranks {list(self.rank_ids)}")
         position = self.rank_ids.index(RankId(rank_id))
-        return self.row(layer_id).reshape(self.num_ranks, self.slots_per_rank)[position]
+        held: Int32Array = self.row(layer_id).reshape(self.num_ranks, self.slots_per_rank)[position]
+        return held
 
     def uncovered(self) -> list[tuple[LayerRef, int]]:
         """(layer, expert) pairs without any slot: invariant 3 wants this empty in every live map."""

@@ -65,11 +65,12 @@ class _Worker:
         return decode_reply(await self.reader.readexactly(length))
 
     async def kill(self) -> int:
-        """Kill the process and whatever it started; returns its exit code."""
+        """Kill the process and whatever it started; returns its exit code.
+
+        By its group only: `process.kill` polls, which takes the exit code from asyncio's own watcher.
+        """
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            self.process.kill()
         self.writer.close()
         try:
             return await asyncio.wait_for(self.process.wait(), STOP_TIMEOUT_S)

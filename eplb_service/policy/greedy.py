@@ -40,7 +40,7 @@ class LayerPlan:
     """A candidate row of one layer.
 
     before, after: height of the current and the new row (busiest rank's load for its capacity, tokens); before is infinite when
-    the current row cannot stay. moves: from the current row.
+    the current row cannot stay (experts unreachable, slots dead or out of use). moves: from the current row.
     """
 
     row: npt.NDArray[np.int32]
@@ -70,7 +70,11 @@ class GreedyPolicy:
 
 
 def plan_layers(problem: PlanningProblem, limits: Limits, loads: npt.NDArray[np.float64]) -> list[LayerPlan | None]:
-    """The new row of each layer, None where the current one stays: it is idle and legal, or no better row was found."""
+    """The new row of each layer, None where the current one stays: it is idle and reachable, or no better row was found.
+
+    A row that only breaks a rule for new rows (an expert twice on a rank, a group on two nodes) is replaced, but may stay when
+    moves are short.
+    """
     table = problem.current
     rows = table.physical_to_logical
     shape = {"num_ranks": table.num_ranks, "num_logical": table.num_logical}
@@ -85,13 +89,14 @@ def plan_layers(problem: PlanningProblem, limits: Limits, loads: npt.NDArray[np.
             plans.append(None)
             continue
         current = rows[layer]
-        row = (
-            repair_row(current, load, limits, table.num_logical) if idle else plan_row(layout, limits, current, load, steps_max)
-        )
-        before = height_of(current, load, limits) if legal[layer] else np.inf
+        if idle and not layout.nodes:
+            row = repair_row(current, load, limits, table.num_logical)
+        else:
+            row = plan_row(layout, limits, current, np.ones_like(load) if idle else load, steps_max)
+        before = height_of(current, load, limits) if reachable[layer] else np.inf
         after = height_of(row, load, limits)
-        better = after < before * (1.0 - RELATIVE_GAIN_MIN)
-        plans.append(LayerPlan(row, before, after, count_moves(current, row, **shape)) if better else None)
+        worth_it = after < before * (1.0 - RELATIVE_GAIN_MIN) or not legal[layer]
+        plans.append(LayerPlan(row, before, after, count_moves(current, row, **shape)) if worth_it else None)
     return plans
 
 
@@ -136,8 +141,8 @@ def within_move_budget(
 ) -> npt.NDArray[np.int32]:
     """Rows of all layers, shape (L, P): all candidates, or under max_moves those with most gain per move.
 
-    Layers whose current row cannot stay come first, with the fewest moves that make them legal when the budget is short.
-    Raises InvalidInputError when not even those fit.
+    Layers whose current row cannot stay come first, with the fewest moves that make them legal when the budget is short (their
+    whole new row when expert groups matter). Raises InvalidInputError when not even those fit.
     """
     rows = problem.current.physical_to_logical.copy()
     budget = None if problem.from_nothing else problem.constraints.max_moves
@@ -150,13 +155,14 @@ def within_move_budget(
     spent, height = dict.fromkeys(chosen, 0), {layer: plan.before for layer, plan in chosen.items()}
     for layer, plan in chosen.items():
         if not np.isfinite(plan.before):
-            rows[layer] = repair_row(rows[layer], loads[layer], limits, problem.current.num_logical)
+            grouped = (problem.constraints.num_groups or 1) > 1
+            rows[layer] = plan.row if grouped else repair_row(rows[layer], loads[layer], limits, problem.current.num_logical)
             spent[layer] = count_moves(problem.current.physical_to_logical[layer], rows[layer], **shape)
             height[layer] = height_of(rows[layer], loads[layer], limits)
     left = budget - sum(spent.values())
     if left < 0:
         raise InvalidInputError(
-            f"{sum(spent.values())} moves are needed to make every layer legal (experts reachable, no expert twice on a rank)"
+            f"{sum(spent.values())} moves are needed to reach every expert without slots that are dead or out of use"
             f" but at most {budget} are allowed; raise max_moves"
         )
 

@@ -1,6 +1,6 @@
 """Checks what a policy returned and computes what it would do: nothing that a policy says of itself is believed.
 
-Imports only topology, placement, imbalance, dispatch, moves and the bounds, each tested against a slow oracle.
+Imports only topology, placement, imbalance, dispatch, moves, limits and bounds, each tested against a slow oracle.
 """
 
 from __future__ import annotations

@@ -272,6 +272,34 @@ def test_lost_experts_are_placed_with_the_fewest_moves_when_the_budget_is_short(
         plan(replace(lost, constraints=Constraints(max_moves=orphans - 1)))
 
 
+def test_row_that_breaks_only_a_rule_for_new_rows_may_stay_when_moves_are_short() -> None:
+    current = Table("m", (0,), 4, tuple(RankId(rank) for rank in range(2)), np.array([[0, 0, 1, 1, 2, 3]], np.int32))
+    loads = np.array([[[4.0, 3, 2, 1]]])
+    problem = PlanningProblem(loads=loads, topology=Topology.regular(num_ranks=2), current=current)
+    assert all(len(set(rank)) == 3 for rank in plan(problem).placement.by_rank()[0].tolist())
+    assert plan(replace(problem, constraints=Constraints(max_moves=0))).placement == current
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_groups_are_kept_together_when_ranks_die_layers_idle_and_moves_are_short(data: st.DataObject) -> None:
+    topology = replace(Topology.regular(num_ranks=4, num_nodes=2), dead=frozenset({RankId(data.draw(st.integers(0, 3)))}))
+    row = st.lists(st.integers(-1, 7), min_size=16, max_size=16)
+    current = Table("m", (0, 1), 8, topology.rank_ids, np.array([data.draw(row), data.draw(row)], np.int32))
+    loads = np.array([[[0.0] * 8, data.draw(st.lists(st.integers(0, 9), min_size=8, max_size=8))]], np.float64)
+    constraints = Constraints(num_groups=4, max_moves=data.draw(st.none() | st.integers(0, 30)))
+    problem = PlanningProblem(loads=loads, topology=topology, current=current, constraints=constraints)
+    free = plan(replace(problem, constraints=Constraints(num_groups=4)))
+    assert not free.placement.uncovered()
+    try:
+        proposal = plan(problem)
+    except InvalidInputError:
+        assert constraints.max_moves is not None
+        assert constraints.max_moves < free.moves.experts
+    else:
+        assert not proposal.placement.uncovered()
+
+
 def test_same_problem_gives_the_same_plan_and_ties_go_to_the_lowest_index() -> None:
     problem = problem_of([[7.0] * 8], num_ranks=4, slots_per_rank=3)
     assert plan(problem).placement == plan(problem).placement
