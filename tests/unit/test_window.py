@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, Phase, RankId
@@ -396,3 +398,33 @@ def test_combine_wants_at_least_one_window() -> None:
         Windows().combine(0)
     with pytest.raises(InvalidInputError, match="windows_max"):
         Windows(windows_max=0)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_interleaving_with_repeats_gives_the_sum_of_each_report_once(data: st.DataObject) -> None:
+    """Each rank reports in order and may repeat itself; ranks interleave at will, none further ahead than windows stay open."""
+    num_windows = 2
+    counts = {
+        (rank, k): np.array(data.draw(st.lists(st.integers(0, 9), min_size=12, max_size=12))).reshape(1, 3, 4)
+        for rank in RANKS
+        for k in range(num_windows)
+    }
+    pending = {rank: list(range(num_windows)) for rank in RANKS}
+    sent: list[tuple[RankId, int]] = []
+    windows = Windows()
+    while any(pending.values()):
+        rank = data.draw(st.sampled_from([rank for rank in RANKS if pending[rank]]))
+        k = pending[rank].pop(0)
+        answer = windows.offer(report(rank, k, counts[rank, k]), EXPECTED)
+        assert isinstance(answer, Accepted), answer
+        sent.append((rank, k))
+        repeat = data.draw(st.none() | st.sampled_from(sent))
+        if repeat is not None:
+            assert refusal(windows.offer(report(repeat[0], repeat[1], counts[repeat]), EXPECTED)) is Refusal.DUPLICATE
+    result = combined(windows)
+    assert result.coverage == 1.0
+    for k in range(num_windows):
+        assert result.tables[0].loads[k].tolist() == sum(counts[rank, k][0] for rank in RANKS).tolist()
+    for position, rank in enumerate(RANKS):
+        assert result.tables[0].source_loads[position].tolist() == (counts[rank, 0] + counts[rank, 1])[0].tolist()
