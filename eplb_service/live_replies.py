@@ -1,4 +1,8 @@
-"""Collects what ranks reply to Hello and says whether they route by one map.
+"""Asks every rank what it routes by, until all replies agree.
+
+    HELLO ──all replied, equal──► `agreed`
+      ▲ └──all replied, unequal──► INCONSISTENT (`disagreement`)
+      └────────slow timer──────────────┘
 
 A reply counts only if no chunk of ours can still change what it says: ranks answer while they hold no open chunk, and a reply
 that is older than the last chunk's end (delayed on its way) is told by the ids that it carries.
@@ -6,48 +10,90 @@ that is older than the last chunk's end (delayed on its way) is told by the ids 
 
 from __future__ import annotations
 
-from eplb_service.control import Live
+from collections.abc import Iterable
+
+from eplb_service.control import Disarm, Hello, Live
 from eplb_service.generation import LiveMap
-from eplb_service.ids import ChunkId, RankId
+from eplb_service.ids import ChunkId, Epoch, RankId
 from eplb_service.membership import Group
-from eplb_service.rollout_events import NO_CHUNK, Alarm, AlarmCode
+from eplb_service.rollout_events import Alarm, AlarmCode, Effect, RolloutSettings, RolloutState, Send
 
 
 class LiveReplies:
-    """One round of asking. last_opened: our last chunk, which every rank that replies must have closed."""
+    """What the ranks of a group replied so far. last_opened: our last chunk, which a rank that replies must have closed."""
 
-    def __init__(self, group: Group, last_opened: ChunkId = NO_CHUNK) -> None:
-        self.last_opened = last_opened
+    def __init__(self, *, epoch: Epoch, group: Group, settings: RolloutSettings, last_opened: ChunkId) -> None:
+        self.state = RolloutState.HELLO
+        self.since_s = 0.0
+        self.deadline_s = 0.0
+        self.stalled = False
+        self.last_error = ""
+        self.agreed: LiveMap | None = None
+        self.disagreement: Alarm | None = None
+        self._epoch = epoch
         self._group = group
+        self._settings = settings
+        self._last_opened = last_opened
         self._replies: dict[RankId, LiveMap] = {}
 
     @property
-    def missing(self) -> tuple[RankId, ...]:
+    def waiting_for(self) -> tuple[RankId, ...]:
         """Ranks that have not replied, in column order."""
         return tuple(rank for rank in self._group.rank_ids if rank not in self._replies)
 
-    def take(self, live: Live, live_map: LiveMap) -> bool:
-        """Note a reply; False when our last chunk may still be open on that rank."""
-        if live.closed_id < self.last_opened:
+    def ask_all(self, now: float) -> list[Effect]:
+        """Begin, or begin anew: what was replied before does not count."""
+        self._replies.clear()
+        self.agreed = self.disagreement = None
+        self.state, self.since_s, self.stalled = RolloutState.HELLO, now, False
+        self.deadline_s = now + self._settings.hello_timeout_s
+        return self._ask(self._group.rank_ids)
+
+    def overdue(self, now: float) -> list[Effect]:
+        """The deadline of the state passed: ask those that are silent, or all again."""
+        if self.state is RolloutState.INCONSISTENT:
+            return self.ask_all(now)
+        self.deadline_s = now + self._settings.hello_timeout_s
+        self.stalled = True
+        return self._ask(self.waiting_for)
+
+    def take(self, live: Live, live_map: LiveMap, now: float) -> bool:
+        """Note a reply, and compare once none is missing; False when our last chunk may still be open on that rank."""
+        if live.closed_id < self._last_opened:
             return False
         self._replies[live.sender.rank_id] = live_map
+        if not self.waiting_for:
+            self._compare()
+            if self.disagreement is not None:
+                self.state, self.since_s = RolloutState.INCONSISTENT, now
+                self.deadline_s = now + self._settings.inconsistent_retry_s
+                self.stalled, self.last_error = False, self.disagreement.reason
         return True
 
-    def agreed(self) -> LiveMap | Alarm:
-        """The one live map of all ranks, or what they disagree about; only when none is missing.
-
-        Rows must be equal. Generation numbers may differ where rows do not: the highest names the layer.
-        """
+    def _compare(self) -> None:
+        """Rows must be equal. Generation numbers may differ where rows do not: the highest names the layer."""
         ranks = self._group.rank_ids
         first = self._replies[ranks[0]]
+        self.agreed = self.disagreement = None
         for rank in ranks[1:]:
             differing = first.differing_layers(self._replies[rank].placement)
             if differing:
                 layer = differing[0]
-                return Alarm(
+                self.disagreement = Alarm(
                     AlarmCode.INCONSISTENT,
                     f"ranks {ranks[0]} and {rank} route {len(differing)} layers by different rows: layer {layer} has digest"
                     f" {first.row_digests[layer]:#x} against {self._replies[rank].row_digests[layer]:#x}",
                 )
+                return
         columns = zip(*(self._replies[rank].generations for rank in ranks), strict=True)
-        return LiveMap(first.placement, tuple(max(column) for column in columns))
+        self.agreed = LiveMap(first.placement, tuple(max(column) for column in columns))
+
+    def _ask(self, ranks: Iterable[RankId]) -> list[Effect]:
+        """Hello of our own epoch closes nothing of that epoch: a chunk that we left is closed by a Disarm."""
+        effects: list[Effect] = []
+        for rank in ranks:
+            to = self._group.addresses[rank]
+            if self._last_opened:
+                effects.append(Send(Disarm(to=to, chunk_id=self._last_opened, epoch=self._epoch)))
+            effects.append(Send(Hello(to=to, epoch=self._epoch)))
+        return effects

@@ -16,26 +16,24 @@ counted. What holds in every state:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
-from eplb_service.chunks import PlannedChunk
 from eplb_service.control import (
     Address,
-    Disarm,
     Flipped,
     Hello,
     Live,
     Pulse,
 )
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
-from eplb_service.generation import AS_LOADED, Generation, LiveMap
+from eplb_service.generation import AS_LOADED, LiveMap
 from eplb_service.ids import CHUNK_SEQUENCE_BITS, ChunkId, Epoch, GenerationNumber, RankId, chunk_epoch, chunk_id
 from eplb_service.live_replies import LiveReplies
 from eplb_service.membership import Group, GroupLost, GroupReady, RankAttached, RankDetached
 from eplb_service.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
+from eplb_service.readiness import Readiness
 from eplb_service.rollout_events import (
     NO_CHUNK,
     Alarm,
@@ -44,7 +42,6 @@ from eplb_service.rollout_events import (
     Cancel,
     Effect,
     Fenced,
-    Finished,
     LiveChanged,
     Note,
     Outcome,
@@ -62,32 +59,7 @@ from eplb_service.rollout_events import (
     Start,
     Tick,
 )
-from eplb_service.rollout_start import chunks_to_roll_out
-
-
-@dataclass(slots=True)
-class _Run:
-    """The rollout under way. index: chunks that flipped. tries: of the next one. cancelled: why to stop, empty = go on."""
-
-    generation: Generation
-    chunks: tuple[PlannedChunk, ...]
-    started_s: float
-    not_before_s: float
-    index: int = 0
-    tries: int = 0
-    flip_boundaries: list[int] = field(default_factory=list)
-    last_error: str = ""
-    cancelled: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Vitals:
-    """What a rank last said of itself beside the protocol."""
-
-    weights_version: int
-    voting: bool = True
-    off_reason: str = ""
-    idle: bool = False
+from eplb_service.rollout_run import Run, chunks_to_roll_out
 
 
 class Rollout:
@@ -109,14 +81,13 @@ class Rollout:
     ) -> None:
         self.epoch = epoch
         self.settings = settings
-        self._phase = RolloutState.WAITING  # while no chunk is open
+        self._phase = RolloutState.WAITING  # while neither a chunk is open nor ranks are asked
         self._group: Group | None = None
-        self._away: frozenset[RankId] = frozenset()
-        self._vitals: dict[RankId, _Vitals] = {}
-        self._replies: LiveReplies | None = None
+        self._ranks: Readiness | None = None
+        self._replies: LiveReplies | None = None  # while the live map is asked for
         self._live: LiveMap | None = None
         self._alarm: Alarm | None = None
-        self._run: _Run | None = None
+        self._run: Run | None = None
         self._chunk: OpenChunk | None = None
         self._first_sequence = first_sequence
         self._next_sequence = first_sequence
@@ -126,7 +97,6 @@ class Rollout:
         self._token = 0
         self._since_s = 0.0
         self._deadline_s: float | None = None
-        self._stalled = False
         self._hold = ""
         self._dropped: Counter[str] = Counter()
         self._shown: Progress | None = None
@@ -137,7 +107,7 @@ class Rollout:
     @property
     def state(self) -> RolloutState:
         """What the machine is doing."""
-        return self._phase if self._chunk is None else self._chunk.state
+        return self._phase if self._part is None else self._part.state
 
     @property
     def group(self) -> Group | None:
@@ -167,7 +137,7 @@ class Rollout:
     @property
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None = no timer."""
-        return self._deadline_s if self._chunk is None else self._chunk.deadline_s
+        return self._deadline_s if self._part is None else self._part.deadline_s
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -176,12 +146,12 @@ class Rollout:
 
     def progress(self) -> Progress:
         """Where the machine is."""
-        run, chunk = self._run, self._chunk
-        waiting_for = chunk.waiting_for if chunk is not None else ()
-        if chunk is None and self._phase is RolloutState.HELLO and self._replies is not None:
-            waiting_for = self._replies.missing
-        elif chunk is None and self._hold and self._group is not None:
-            waiting_for = tuple(rank for rank in self._group.rank_ids if rank in self._away)
+        run, part = self._run, self._part
+        waiting_for: tuple[RankId, ...] = ()
+        if part is not None:
+            waiting_for = part.waiting_for
+        elif self._hold and self._ranks is not None:
+            waiting_for = tuple(rank for rank in self._ready_group.rank_ids if rank in self._ranks.away)
         return Progress(
             state=self.state,
             generation=run.generation.number if run else None,
@@ -190,12 +160,17 @@ class Rollout:
             chunks_total=len(run.chunks) if run else 0,
             attempt=run.tries if run else 0,
             waiting_for=waiting_for,
-            since_s=self._since_s if chunk is None else chunk.since_s,
+            since_s=part.since_s if part else self._since_s,
             deadline_s=self.next_deadline,
-            stalled=self._stalled if chunk is None else chunk.stalled,
-            hold=self._hold if chunk is None else "",
-            last_error=(chunk.last_error if chunk else "") or (run.last_error if run else ""),
+            stalled=part.stalled if part else False,
+            hold="" if part else self._hold,
+            last_error=(part.last_error if part else "") or (run.last_error if run else ""),
         )
+
+    @property
+    def _part(self) -> OpenChunk | LiveReplies | None:
+        """What waits now, with a state and a deadline of its own."""
+        return self._chunk or self._replies
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -213,7 +188,7 @@ class Rollout:
     def _on_group_ready(self, event: GroupReady, now: float) -> None:
         self._end_group("the group was formed anew", now)
         self._group = event.group
-        self._vitals = {entry.address.rank_id: _Vitals(entry.weights_version) for entry in event.group.registrations}
+        self._ranks = Readiness(event.group)
         self._ask_all(now)
 
     def _on_group_lost(self, event: GroupLost, now: float) -> None:
@@ -230,25 +205,24 @@ class Rollout:
             reason = f"{reason}; what became of chunk {self._chunk.chunk_id:#x} is learned when all ranks reply again"
         self._chunk = None
         self._finish(Outcome.STOPPED, reason, now)
-        self._group = self._live = self._mesh_id = self._replies = None
+        self._group = self._ranks = self._live = self._mesh_id = self._replies = None
         self._last_opened = self._last_flipped = self._last_aborted = NO_CHUNK
-        self._vitals = {}
-        self._away = frozenset()
 
     def _on_attached(self, event: RankAttached, now: float) -> None:
         """Its stream was away: what it was sent, and what it answered, may be lost. Ask it, and say again what counts now."""
         if not self._is_of_group(event.address):
             return
-        self._away -= {event.address.rank_id}
+        ranks = self._readiness
+        ranks.away -= {event.address.rank_id}
         self._effects.append(Send(Hello(to=event.address, epoch=self.epoch)))
         if self._chunk is not None:
-            self._effects += self._chunk.attached(event.address, self._away, now)
+            self._effects += self._chunk.attached(event.address, ranks.away, now)
         else:
             self._try_to_open(now)
 
     def _on_detached(self, event: RankDetached, _now: float) -> None:
         if self._is_of_group(event.address):
-            self._away |= {event.address.rank_id}
+            self._readiness.away |= {event.address.rank_id}
 
     def _on_fenced(self, event: Fenced, now: float) -> None:
         self._outranked(event.by, now)
@@ -257,7 +231,7 @@ class Rollout:
         """Nothing more is sent: the new leader's Hello closes what is open."""
         self._chunk = None
         self._finish(Outcome.STOPPED, f"another planner leads this deployment with epoch {by}; ours is {self.epoch}", now)
-        self._live = None
+        self._live = self._replies = None
         self._effects.append(Outranked(by))
         self._enter(RolloutState.OUTRANKED, now)
 
@@ -265,15 +239,12 @@ class Rollout:
         message = event.message
         if not self._is_of_group(message.sender):
             return
-        if isinstance(message, Live | Pulse):
-            _ON_MESSAGE[type(message), self._phase](self, message, now)
-        else:
-            self._on_answer(message, now)
+        _ON_MESSAGE[type(message)](self, message, now)
 
     def _on_answer(self, answer: ChunkAnswer, now: float) -> None:
         chunk = self._chunk
         if chunk is not None and answer.chunk_id == chunk.chunk_id:
-            effects = chunk.answered(answer, self._away, now)
+            effects = chunk.answered(answer, self._readiness.away, now)
             if effects is None:
                 self._drop(f"{type(answer).__name__} while {chunk.state}")
             else:
@@ -293,8 +264,8 @@ class Rollout:
         deadline_s = self.next_deadline
         if deadline_s is None or now < deadline_s:
             return
-        if self._chunk is not None:
-            self._effects += self._chunk.overdue(now)
+        if self._part is not None:
+            self._effects += self._part.overdue(now)
             self._look_at_chunk(now)
         else:
             _ON_DEADLINE[self._phase](self, now)
@@ -303,23 +274,10 @@ class Rollout:
 
     def _ask_all(self, now: float) -> None:
         self._live = self._mesh_id = None
-        self._replies = LiveReplies(self._ready_group, self._last_opened)
-        self._ask(self._ready_group.addresses.values())
-        self._enter(RolloutState.HELLO, now, self.settings.hello_timeout_s)
-
-    def _ask(self, addresses: Iterable[Address]) -> None:
-        """Hello of our own epoch closes nothing of that epoch: a chunk that we left is closed by a Disarm."""
-        for address in addresses:
-            if self._last_opened:
-                self._effects.append(Send(Disarm(to=address, chunk_id=self._last_opened, epoch=self.epoch)))
-            self._effects.append(Send(Hello(to=address, epoch=self.epoch)))
-
-    def _ask_silent(self, now: float) -> None:
-        addresses = self._ready_group.addresses
-        if self._replies is not None:
-            self._ask(addresses[rank] for rank in self._replies.missing)
-        self._deadline_s = now + self.settings.hello_timeout_s
-        self._stalled = True
+        self._replies = LiveReplies(
+            epoch=self.epoch, group=self._ready_group, settings=self.settings, last_opened=self._last_opened
+        )
+        self._effects += self._replies.ask_all(now)
 
     def _heard(self, live: Live, now: float) -> LiveMap | None:
         """What a reply is good for in every state; None when it is not to be used, or ended the machine."""
@@ -330,34 +288,40 @@ class Rollout:
         elif live.flipped_id < self._last_flipped:
             self._drop("Live from before a flip")
         else:
-            rank = live.sender.rank_id
-            self._vitals[rank] = _Vitals(live.weights_version, live.voting, live.off_reason, self._vitals[rank].idle)
+            self._readiness.note(live)
             try:
                 live_map = self._ready_group.live_map(live.layers)
             except InvalidInputError as error:
-                self._raise_alarm(Alarm(AlarmCode.BAD_LIVE, f"rank {rank}: {error}"))
+                self._raise_alarm(Alarm(AlarmCode.BAD_LIVE, f"rank {live.sender.rank_id}: {error}"))
                 return None
             self._generation_floor = max(self._generation_floor, live.generation_seen, live_map.newest_generation)
             return live_map
         return None
 
-    def _on_live_asked(self, live: Live, now: float) -> None:
-        live_map, replies = self._heard(live, now), self._replies
-        if live_map is None or replies is None:
+    def _on_live(self, live: Live, now: float) -> None:
+        live_map = self._heard(live, now)
+        if live_map is None:
             return
-        if not replies.take(live, live_map):
-            self._drop("Live with our last chunk open")
-        elif not replies.missing:
-            agreed = replies.agreed()
-            if isinstance(agreed, Alarm):
-                self._raise_alarm(agreed)
-                self._enter(RolloutState.INCONSISTENT, now, self.settings.inconsistent_retry_s)
-            else:
-                self._adopt(agreed, now)
+        if self._replies is not None:
+            if not self._replies.take(live, live_map, now):
+                self._drop("Live with our last chunk open")
+            elif self._replies.disagreement is not None:
+                self._raise_alarm(self._replies.disagreement)
+            elif self._replies.agreed is not None:
+                self._adopt(self._replies.agreed, now)
+        elif self._chunk is not None:
+            rank, digests = live.sender.rank_id, live_map.row_digests
+            self._effects += self._chunk.seen_live(rank, live.flipped_id, live.closed_id, digests, now)
+            self._look_at_chunk(now)
+        elif self._live is not None and live_map.digest != self._live.digest:
+            self._finish(Outcome.STOPPED, f"rank {live.sender.rank_id} came back routing by another map", now)
+            self._ask_all(now)
+        else:
+            self._try_to_open(now)
 
     def _adopt(self, live: LiveMap, now: float) -> None:
         """All ranks say the same: that is the truth, also when the store knows nothing of it."""
-        self._live = live
+        self._replies, self._live = None, live
         if self._alarm is not None:
             self._effects.append(AlarmCleared(f"all ranks route by one map again (was: {self._alarm.reason})"))
             self._alarm = None
@@ -365,22 +329,6 @@ class Rollout:
             LiveChanged(live=live, generation_floor=self._generation_floor, reason="all ranks reply with this map")
         )
         self._enter(RolloutState.IDLE, now)
-
-    def _on_live_known(self, live: Live, now: float) -> None:
-        """A rank is back: it must route by what we know, or its open chunk is settled by what it says."""
-        live_map, chunk = self._heard(live, now), self._chunk
-        if live_map is None or self._live is None:
-            return
-        rank = live.sender.rank_id
-        if chunk is not None:
-            digests = live_map.row_digests
-            self._effects += chunk.seen_live(rank, live.flipped_id, live.closed_id, digests, now)
-            self._look_at_chunk(now)
-        elif live_map.digest != self._live.digest:
-            self._finish(Outcome.STOPPED, f"rank {rank} came back routing by another map", now)
-            self._ask_all(now)
-        else:
-            self._try_to_open(now)
 
     def _raise_alarm(self, alarm: Alarm) -> None:
         if alarm != self._alarm:
@@ -398,10 +346,10 @@ class Rollout:
 
     def _on_start(self, event: Start, now: float) -> None:
         generation = event.generation
-        run = _Run(generation, (), started_s=now, not_before_s=now)
+        run = Run(generation, (), started_s=now, not_before_s=now)
         if self.state is not RolloutState.IDLE or self._group is None or self._live is None:
             reason = f"generation {generation.number} cannot start: the rollout machine is {self.state}"
-            self._effects.append(_finished(run, Outcome.NOT_STARTED, reason, now))
+            self._effects.append(run.finished(Outcome.NOT_STARTED, reason, now))
             return
         try:
             run.chunks = chunks_to_roll_out(
@@ -412,7 +360,7 @@ class Rollout:
                 layers_per_chunk_max=self.settings.layers_per_chunk_max,
             )
         except InvalidInputError as error:
-            self._effects.append(_finished(run, Outcome.NOT_STARTED, str(error), now))
+            self._effects.append(run.finished(Outcome.NOT_STARTED, str(error), now))
             return
         self._generation_floor = max(self._generation_floor, generation.number)
         self._run = run
@@ -464,7 +412,7 @@ class Rollout:
         """The one way out of a rollout. IDLE after it, unless the caller enters another state."""
         run, self._run = self._run, None
         if run is not None:
-            self._effects.append(_finished(run, outcome, reason, now))
+            self._effects.append(run.finished(outcome, reason, now))
             self._enter(RolloutState.IDLE, now)
 
     # ── one chunk after another ──────────────────────────────────────────────────────────────────────────────────────────
@@ -474,23 +422,14 @@ class Rollout:
         run = self._run
         if run is None or self._phase is not RolloutState.BACKING_OFF or now < run.not_before_s:
             return
-        off = [rank for rank in self._ready_group.rank_ids if not self._vitals[rank].voting]
-        versions = sorted({vitals.weights_version for vitals in self._vitals.values()})
-        if off:
-            why = self._vitals[off[0]].off_reason or "no reason given"
-            self._finish(Outcome.STOPPED, f"rank {off[0]} takes no part in votes: {why}", now)
-        elif self._away:
-            self._hold_back("ranks are without a control stream", now + self.settings.hold_timeout_s)
-        elif len(versions) > 1:
-            self._hold_back(f"ranks serve different weights versions: {versions}", now + self.settings.hold_timeout_s)
-        elif self._is_idle:
-            self._hold_back("the engine runs no steps", None)  # a state, not a time-out
-        else:
-            self._open(run, versions[0], now)
-
-    def _hold_back(self, why: str, until_s: float | None) -> None:
-        if self._hold != why:
-            self._hold, self._deadline_s = why, until_s
+        obstacle = self._readiness.obstacle()
+        if obstacle is None:
+            self._open(run, now)
+        elif obstacle.fatal:
+            self._finish(Outcome.STOPPED, obstacle.reason, now)
+        elif self._hold != obstacle.reason:
+            self._hold = obstacle.reason
+            self._deadline_s = now + self.settings.hold_timeout_s if obstacle.is_timed else None
 
     def _back_off_over(self, now: float) -> None:
         held = self._hold
@@ -498,7 +437,7 @@ class Rollout:
         if self._chunk is None and held and self._hold == held:
             self._finish(Outcome.STOPPED, f"waited {self.settings.hold_timeout_s:g} s: {held}", now)
 
-    def _open(self, run: _Run, weights_version: int, now: float) -> None:
+    def _open(self, run: Run, now: float) -> None:
         self._last_opened = chunk_id(self.epoch, self._next_sequence)
         self._next_sequence += 1
         self._mesh_id = self._mesh_id or self._last_opened
@@ -509,7 +448,7 @@ class Rollout:
             chunk_id=self._last_opened,
             mesh_id=self._mesh_id,
             generation=run.generation.number,
-            weights_version=weights_version,
+            weights_version=self._readiness.weights_version,
             plan=run.chunks[run.index],
             group=self._ready_group,
             settings=self.settings,
@@ -532,22 +471,18 @@ class Rollout:
             case NeverFlips() as outcome:
                 self._aborted(run, chunk, outcome, now)
 
-    def _flipped(self, run: _Run, chunk: OpenChunk, boundary: int | None, now: float) -> None:
+    def _flipped(self, run: Run, chunk: OpenChunk, boundary: int | None, now: float) -> None:
         if self._live is None:
             raise BrokenInvariantError(f"chunk {chunk.chunk_id:#x} flipped without a live map")
         self._last_flipped = chunk.chunk_id
         self._live = self._live.with_rows(chunk.rows, chunk.generation)
-        run.index += 1
-        run.tries = 0
-        run.not_before_s = now
-        if boundary is not None:
-            run.flip_boundaries.append(boundary)
+        run.flipped(boundary, now)
         reason = f"chunk {run.index} of {len(run.chunks)} of generation {chunk.generation} flipped"
         self._effects.append(
             LiveChanged(live=self._live, generation_floor=self._generation_floor, reason=reason, boundary=boundary)
         )
         self._effects.append(Note(event="chunk.flipped", text=f"{reason} at boundary {boundary}", chunk_id=chunk.chunk_id))
-        if run.index == len(run.chunks):
+        if run.is_done:
             self._finish(Outcome.ACTIVE, f"all {len(run.chunks)} chunks flipped", now)
         elif run.cancelled:
             self._finish(Outcome.STOPPED, run.cancelled, now)
@@ -555,41 +490,34 @@ class Rollout:
             self._enter(RolloutState.BACKING_OFF, now)
             self._try_to_open(now)
 
-    def _aborted(self, run: _Run, chunk: OpenChunk, outcome: NeverFlips, now: float) -> None:
+    def _aborted(self, run: Run, chunk: OpenChunk, outcome: NeverFlips, now: float) -> None:
         """It never flips in this group. Bytes of it may still be under way: the next try connects anew."""
         self._mesh_id = None
         self._last_aborted = chunk.chunk_id
-        run.last_error = outcome.reason
         self._effects.append(Note(event="chunk.aborted", text=outcome.reason, chunk_id=chunk.chunk_id))
-        if outcome.unvoted and self._is_idle:
-            run.tries -= 1  # no steps, no votes: nobody's fault
-        if run.cancelled:
-            self._finish(Outcome.STOPPED, run.cancelled, now)
-        elif outcome.ask_again:
-            self._finish(Outcome.STOPPED, outcome.reason, now)
+        stop = run.aborted(outcome, self.settings, now, idle=self._readiness.is_idle)
+        if not stop:
+            self._enter(RolloutState.BACKING_OFF, now, run.not_before_s - now)
+            return
+        self._finish(Outcome.STOPPED, stop, now)
+        if outcome.ask_again:
             self._ask_all(now)
-        elif outcome.fatal:
-            self._finish(Outcome.STOPPED, outcome.reason, now)
-        elif run.tries >= self.settings.tries_max:
-            self._finish(Outcome.STOPPED, f"gave up chunk {run.index + 1} after {run.tries} tries: {outcome.reason}", now)
-        else:
-            wait_s = self.settings.backoff_after(run.tries)
-            run.not_before_s = now + wait_s
-            self._enter(RolloutState.BACKING_OFF, now, wait_s)
 
     # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_pulse(self, message: Pulse, now: float) -> None:
         rank = message.sender.rank_id
-        self._vitals[rank] = _Vitals(message.weights_version, message.voting, message.off_reason, message.idle)
+        self._readiness.note(message)
         if self._chunk is None:
             self._try_to_open(now)
         elif not message.voting:
             self._effects += self._chunk.withdraw(f"rank {rank} takes no part in votes: {message.off_reason}", now, fatal=True)
 
     @property
-    def _is_idle(self) -> bool:
-        return all(vitals.idle for vitals in self._vitals.values())
+    def _readiness(self) -> Readiness:
+        if self._ranks is None:
+            raise BrokenInvariantError(f"no group while {self.state}")
+        return self._ranks
 
     def _is_foreign(self, chunk: ChunkId) -> bool:
         """A chunk of our epoch that we never opened: another planner believes that this epoch is its own."""
@@ -612,28 +540,13 @@ class Rollout:
         self._phase = phase
         self._since_s = now
         self._deadline_s = None if timeout_s is None else now + timeout_s
-        self._stalled = False
         self._hold = ""
 
     def _drop(self, why: str) -> None:
         self._dropped[why] += 1
 
 
-def _finished(run: _Run, outcome: Outcome, reason: str, now: float) -> Finished:
-    return Finished(
-        generation=run.generation.number,
-        outcome=outcome,
-        reason=reason,
-        flip_boundaries=tuple(run.flip_boundaries),
-        seconds=now - run.started_s,
-    )
-
-
-# ── the transition table (`open_chunk` has that of a chunk) ──────────────────────────────────────────────────────────────
-
-_S = RolloutState
-_ASKING = (_S.HELLO, _S.INCONSISTENT)
-_KNOWING = (_S.IDLE, _S.PERSISTING, _S.BACKING_OFF)  # BACKING_OFF is also the phase under an open chunk
+# ── the transition table ──────────────────────────────────────────────────────────────
 
 _ON_EVENT: Mapping[type, Callable[[Rollout, Any, float], None]] = {
     GroupReady: Rollout._on_group_ready,
@@ -649,16 +562,15 @@ _ON_EVENT: Mapping[type, Callable[[Rollout, Any, float], None]] = {
     Tick: Rollout._on_tick,
 }
 
-_ON_MESSAGE: Mapping[tuple[type, RolloutState], Callable[[Rollout, Any, float], None]] = {
-    **{(Live, phase): Rollout._on_live_asked for phase in _ASKING},
-    **{(Live, phase): Rollout._on_live_known for phase in _KNOWING},
-    **{(Pulse, phase): Rollout._on_pulse for phase in (*_ASKING, *_KNOWING)},
+_ON_MESSAGE: Mapping[type, Callable[[Rollout, Any, float], None]] = {
+    Live: Rollout._on_live,
+    Pulse: Rollout._on_pulse,
+    **dict.fromkeys(get_args(ChunkAnswer), Rollout._on_answer),
 }
-"""Phases with a group. Answers to a chunk (Staged, Armed, Refused, Committed, Flipped, Disarmed) go to the open chunk."""
+"""From ranks of the group. Answers to a chunk go on to the open chunk, which has a table of its own."""
 
 _ON_DEADLINE: Mapping[RolloutState, Callable[[Rollout, float], None]] = {
-    _S.HELLO: Rollout._ask_silent,
-    _S.INCONSISTENT: Rollout._ask_all,
-    _S.PERSISTING: Rollout._persist_overdue,
-    _S.BACKING_OFF: Rollout._back_off_over,
+    RolloutState.PERSISTING: Rollout._persist_overdue,
+    RolloutState.BACKING_OFF: Rollout._back_off_over,
 }
+"""While neither a chunk is open nor ranks are asked: those have deadlines of their own."""
