@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from agent.engine.port import SlotTensor
-from agent.hook.chunk_events import BeginStaging, StagingDone, StagingFailed
+from agent.hook.chunk_events import NO_CHUNK, BeginStaging, StagingDone, StagingFailed
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
 from agent.transfer.gloo import Store, first_line, local_store
@@ -78,7 +78,7 @@ class Stager:
         self._transfer = GlooTransfer(self._rank, self._staging, self._ring, streams, clock)
         self._lock = threading.Lock()
         self._mesh: GlooMesh | None = None
-        self._spent_meshes: set[ChunkId] = set()
+        self._spent_mesh_id = NO_CHUNK  # mesh ids only grow, as chunk ids do
         self._cancelled: set[ChunkId] = set()
         self._busy_with: ChunkId | None = None
         self._queue: queue.SimpleQueue[tuple[BeginStaging, Mapping[LayerRef, tuple[int, ...]]] | None] = queue.SimpleQueue()
@@ -172,7 +172,7 @@ class Stager:
             raise TransferError(RefusalCode.WITHDRAWN, "withdrawn before it was copied")
         if mesh is not None and mesh.mesh_id == stage.mesh_id and not mesh.is_abandoned:
             return mesh
-        if stage.mesh_id in self._spent_meshes:
+        if stage.mesh_id <= self._spent_mesh_id:
             raise TransferError(
                 RefusalCode.TRANSFER, f"the connections of mesh {stage.mesh_id:#x} were abandoned here; use a new mesh id"
             )
@@ -195,7 +195,7 @@ class Stager:
         with self._lock:
             mesh, self._mesh = self._mesh, None
         if mesh is not None:
-            self._spent_meshes.add(mesh.mesh_id)
+            self._spent_mesh_id = max(self._spent_mesh_id, mesh.mesh_id)
             mesh.give_up()
 
     def _quiesce(self) -> None:

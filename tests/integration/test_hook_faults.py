@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from eplb_service.control import Armed, Committed, Disarmed, Flipped, RefusalCode, Refused, Staged
+from eplb_service.ids import ChunkId
 from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, SLOTS, WAIT_S, Fleet
 
 pytestmark = pytest.mark.process
@@ -79,6 +80,27 @@ def test_a_chunk_larger_than_staging_is_refused_with_the_numbers(pair: Fleet) ->
     for message in pair.expect(Refused, chunk).values():
         assert message.code is RefusalCode.BUDGET
         assert str(max(SLOTS * size for size in EXPERT_BYTES.values())) in message.reason
+
+
+def test_a_rank_that_never_hears_of_a_chunk_ends_the_copy_of_the_others_at_the_deadline(pair: Fleet) -> None:
+    pair.mesh = ChunkId(0)  # over new connections, which the third rank never comes to
+    chunk = pair.stage({LAYERS[1]: pair.rows[LAYERS[1]][2:] + pair.rows[LAYERS[1]][:2]}, only=(0, 1), stage_timeout_s=0.4)
+    for message in pair.expect(Refused, chunk, 2).values():
+        assert message.code is RefusalCode.TRANSFER
+    pair.disarm(chunk)
+    pair.expect(Disarmed, chunk)
+    pair.check()
+
+
+def test_a_disarm_ends_the_wait_for_ranks_that_do_not_come(pair: Fleet) -> None:
+    row = pair.rows[LAYERS[1]][2:] + pair.rows[LAYERS[1]][:2]
+    chunk = pair.stage({LAYERS[1]: row}, only=(0,), stage_timeout_s=600.0)
+    pair.agent.until(lambda: pair.ask(0, "status").open_id == chunk, "open chunk")
+    pair.disarm(chunk)
+    pair.expect(Disarmed, chunk)
+    pair.agent.until(lambda: pair.ask(0, "status").open_id == 0, "end of the copy")
+    pair.roll_out({LAYERS[1]: row})
+    pair.check()
 
 
 def test_an_idle_engine_commits_and_flips_at_the_boundary_of_the_next_vote(pair: Fleet) -> None:
