@@ -72,7 +72,12 @@ class Agent:
         assert self.ready_file.exists()
 
     async def stderr_has(self, text: str) -> None:
-        await self._lines.until(lambda: text in self.stderr, f"stderr has {text!r}; it is:\n{self.stderr}")
+        reading = self._reading
+        assert reading is not None
+        try:
+            await self._lines.until(lambda: text in self.stderr or reading.done(), f"stderr has {text!r}, or ends")
+        finally:
+            assert text in self.stderr, f"stderr lacks {text!r}; it is:\n{self.stderr}"
 
     async def ended(self) -> int:
         assert self.process is not None
@@ -93,6 +98,7 @@ class Agent:
         while line := await self.process.stderr.readline():
             self.stderr += line.decode()
             self._lines.changed()
+        asyncio.get_running_loop().call_soon(self._lines.changed)
 
 
 @asynccontextmanager
