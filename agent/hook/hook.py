@@ -232,7 +232,7 @@ class Hook:
                     capturing=capturing,
                     live_digest=self._flipper.routed_digest,
                 )
-                if len(self._outbox):
+                if self._outbox.take_news():
                     self._link.wake()
         except Exception:
             logger.exception("recorder.failed: this rank reports no more windows")
@@ -245,7 +245,7 @@ class Hook:
         with self._lock:
             effects = self._machine.handle(event, time.monotonic())
             later = [effect for effect in effects if not self._run_inside(effect)]
-        if len(self._outbox):
+        if self._outbox.take_news():
             self._link.wake()
         for effect in later:
             self._run_after(effect, capturing=capturing)

@@ -75,6 +75,7 @@ class Link:
         self._said = ""
         self._unsent = bytearray()
         self._received = bytearray()
+        self._poked = False
         self.is_connected = False
         self._thread = threading.Thread(target=self._run, name="eplb-link", daemon=True)
 
@@ -83,11 +84,12 @@ class Link:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to send."""
-        if self.is_connected:
+        """There is something to send. Costs a system call only when the thread does not know yet."""
+        if self.is_connected and not self._poked:
             self._poke()
 
     def _poke(self) -> None:
+        self._poked = True
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_write.send(b"\0")
 
@@ -235,3 +237,4 @@ class Link:
         with contextlib.suppress(BlockingIOError):
             while self._wake_read.recv(4096):
                 pass
+        self._poked = False  # after reading: what was queued under the old mark is taken before the next wait

@@ -24,6 +24,7 @@ class Outbox:
         self._windows: deque[LoadReport] = deque()
         self._ring_windows = ring_windows
         self._attached = False
+        self._has_news = False
         self.windows_dropped = 0
         self.windows_sent = 0
 
@@ -32,6 +33,7 @@ class Outbox:
         with self._lock:
             if self._attached:
                 self._messages.append(message)
+                self._has_news = True
 
     def put_window(self, report: LoadReport) -> None:
         """Queue a window; the oldest one makes room."""
@@ -40,6 +42,7 @@ class Outbox:
                 self._windows.popleft()
                 self.windows_dropped += 1
             self._windows.append(report)
+            self._has_news = True
 
     def drop_window(self) -> None:
         """Count a window that could not even be queued."""
@@ -56,6 +59,14 @@ class Outbox:
         with self._lock:
             self._attached = False
             self._messages.clear()
+
+    def take_news(self) -> bool:
+        """Whether something was queued since the last call: the link needs no other wake-up."""
+        if not self._has_news:
+            return False
+        with self._lock:
+            self._has_news = False
+        return True
 
     def take(self) -> FromRank | LoadReport | None:
         """The next thing to send: messages before windows."""
