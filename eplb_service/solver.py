@@ -210,27 +210,27 @@ class Solver:
         """A warm worker, or an error; nothing is left behind."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)  # noqa: FBT003  # the standard library's signature
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-P",
-                "-m",
-                "eplb_service.solver_worker",
-                *(str(theirs.fileno()), str(os.getpid()), str(self._memory_bytes), *self._policies),
-                stdin=asyncio.subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={**os.environ, **QUIET_THREADS},
-            )
-        except OSError as error:
-            ours.close()
-            raise EnvironmentFault(f"the solver's process cannot be started: {error}") from error
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        reader, writer = await asyncio.open_connection(sock=ours)
+        with theirs:
+            # Connected before the process exists, so that no await lies between its start and the `try` that ends it.
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "eplb_service.solver_worker",
+                    *(str(theirs.fileno()), str(os.getpid()), str(self._memory_bytes), *self._policies),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,
+                    env={**os.environ, **QUIET_THREADS},
+                )
+            except OSError as error:
+                writer.close()
+                raise EnvironmentFault(f"the solver's process cannot be started: {error}") from error
+            except BaseException:
+                writer.close()
+                raise
         worker = _Worker(process, reader, writer)
         ready = False
         try:

@@ -17,16 +17,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from eplb_service.errors import CallerError, EplbError, InvalidInputError, NotFoundError, UnsupportedError
-from eplb_service.ids import RankId
-from eplb_service.placement import Table
-from eplb_service.policy.base import PlanningProblem, Policy, RawPlan, load_shape_of, reduced_to_shape
+from eplb_service.policy.base import PlanningProblem, Policy
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
+from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.solver_frames import LENGTH, encode_reply
-from eplb_service.topology import Topology
 
 PR_SET_PDEATHSIG = 1
 CALLER_ERRORS: dict[type[CallerError], str] = {
@@ -55,19 +51,6 @@ def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(kind, (soft, hard))
 
 
-def tiny_problem() -> PlanningProblem:
-    """A problem that makes a policy import and compile what it needs."""
-    ranks = tuple(RankId(rank) for rank in range(2))
-    current = Table.linear(model="warm-up", layer_ids=(0, 1), num_logical=3, rank_ids=ranks, slots_per_rank=2)
-    loads = np.array([[[7.0, 5.0, 1.0], [0.0, 0.0, 0.0]], [[6.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
-    return PlanningProblem(loads=loads, topology=Topology.regular(num_ranks=2), current=current, work_budget=100)
-
-
-def _plan(policy: Policy, problem: PlanningProblem) -> RawPlan:
-    raw: RawPlan = policy.plan(reduced_to_shape(problem, load_shape_of(policy)))
-    return raw
-
-
 def answer(policies: dict[str, Policy], request: tuple[int, str, PlanningProblem]) -> bytes:
     """The reply to one request (number, policy's name, problem): a plan that passed `verify`, or why there is none."""
     number, name, problem = request
@@ -76,7 +59,7 @@ def answer(policies: dict[str, Policy], request: tuple[int, str, PlanningProblem
     try:
         if name not in policies:
             policies[name] = load_policy(name)
-        raw = _plan(policies[name], problem)
+        raw = run_policy(policies[name], problem)
         head["solve_s"] = time.perf_counter() - started
         verify(problem, raw, policy=name, solve_s=head["solve_s"])
         return encode_reply(head, raw)
@@ -99,7 +82,7 @@ def warm_up(names: Sequence[str]) -> tuple[dict[str, Policy], dict[str, str]]:
     for name in names:
         try:
             policy = load_policy(name)
-            verify(tiny_problem(), _plan(policy, tiny_problem()), policy=name, solve_s=0.0)
+            warm_up_policy(policy, name)
             policies[name] = policy
         except EplbError as error:
             faults[name] = str(error)

@@ -9,11 +9,12 @@ import numpy.typing as npt
 import pytest
 
 from eplb_service.dispatch import Dispatch
-from eplb_service.errors import InvalidInputError, NotFoundError
+from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedError
 from eplb_service.ids import RankId
 from eplb_service.offline import plan_offline
 from eplb_service.placement import Table
 from eplb_service.placement_file import Expectation, read_placement
+from eplb_service.policy.base import PlanningProblem, RawPlan
 
 LOADS = np.random.default_rng(2).gamma(0.5, 100, (3, 4, 10))
 
@@ -86,6 +87,16 @@ def test_what_does_not_go_together_is_refused_by_its_numbers(
     loads = arguments.pop("loads")
     with pytest.raises(error, match=message):
         plan_offline(loads, **arguments)
+
+
+def test_policy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Raises:
+        def plan(self, problem: PlanningProblem) -> RawPlan:
+            raise ZeroDivisionError(f"{problem.current.num_layers} layers")
+
+    monkeypatch.setattr("eplb_service.offline.load_policy", lambda _: Raises())
+    with pytest.raises(PolicyFailedError, match="policy 'plug-in' raised ZeroDivisionError: 2 layers"):
+        plan_offline(LOADS, num_ranks=4, slots_per_rank=3, policy="plug-in")
 
 
 def test_experts_that_ranks_do_not_divide_are_planned_vllm_52435() -> None:

@@ -1,0 +1,31 @@
+"""A tiny problem that makes a policy import and compile what it needs, so that the first real plan is quick too."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eplb_service.ids import RankId
+from eplb_service.placement import Table
+from eplb_service.policy.base import PlanningProblem, Policy, RawPlan, load_shape_of, reduced_to_shape
+from eplb_service.policy.verify import verify
+from eplb_service.topology import Topology
+
+
+def tiny_problem() -> PlanningProblem:
+    """Two layers, one of them idle, of three experts on two ranks."""
+    ranks = tuple(RankId(rank) for rank in range(2))
+    current = Table.linear(model="warm-up", layer_ids=(0, 1), num_logical=3, rank_ids=ranks, slots_per_rank=2)
+    loads = np.array([[[7.0, 5.0, 1.0], [0.0, 0.0, 0.0]], [[6.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
+    return PlanningProblem(loads=loads, topology=Topology.regular(num_ranks=2), current=current, work_budget=100)
+
+
+def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
+    """The policy's answer to a problem, with the loads in the shape that it declares. Raises whatever the policy raises."""
+    raw: RawPlan = policy.plan(reduced_to_shape(problem, load_shape_of(policy)))
+    return raw
+
+
+def warm_up_policy(policy: Policy, name: str) -> None:
+    """Run a policy once and check its answer. Raises PolicyFailedError when that is unusable, or what the policy raises."""
+    problem = tiny_problem()
+    verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
