@@ -61,7 +61,7 @@ def update_biases(recipe: Recipe, step: int, *, selection: Tensor, router: Tenso
     Until `bias_until` of the steps a selection bias evens out how often experts are chosen, so that all of them learn
     something. By `bias_gone_at` it has moved, bit by bit, into the router's own bias: the same experts are chosen, but now it
     counts in the gates and gradients may change it, and popular experts become as popular as the text wants. (Letting it
-    fade to nothing instead killed up to 6 of the 32 experts of the first layer.) From then on only an expert that starves is
+    fade to nothing instead killed 5 of the 32 experts of the first layer.) From then on only an expert that starves is
     helped. No loss term pulls towards balance.
 
     Args:
