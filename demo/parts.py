@@ -94,8 +94,11 @@ def start_service(folder: Path, stack: ExitStack, *, policy: str, port: int) -> 
     return Service(planner, agent, f"127.0.0.1:{port}", socket)
 
 
-def start_ranks(folder: Path, *, ranks: int, socket: Path | None) -> Fleet:
-    """Start the ranks, the first half on one node and the rest on another, and wait until they serve."""
+def start_ranks(folder: Path, *, ranks: int, socket: Path | None, hook_factory: str = "") -> Fleet:
+    """Start the ranks, the first half on one node and the rest on another, and wait until they serve.
+
+    hook_factory: see `FleetConfig`; negative controls put a broken engine port under the real hook with it.
+    """
     config = FleetConfig(
         deployment=DEPLOYMENT,
         model_factory="demo.model:load",
@@ -105,6 +108,7 @@ def start_ranks(folder: Path, *, ranks: int, socket: Path | None) -> Fleet:
         engine_port=free_port(),
         hook_port=free_port(),
         hook_sockets=() if socket is None else (str(socket),) * ranks,
+        hook_factory=hook_factory,
         window_steps=WINDOW_STEPS,
         staging_bytes=STAGING_BYTES,
     )

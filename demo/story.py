@@ -31,7 +31,10 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What `eplb demo` can be told. seconds: of serving, shared evenly by the kinds of prompts."""
+    """What `eplb demo` can be told. seconds: of serving, shared evenly by the kinds of prompts.
+
+    hook_factory: for negative controls only, see `start_ranks`.
+    """
 
     ranks: int = 4
     seconds: float = 60.0
@@ -41,6 +44,7 @@ class DemoOptions:
     seed: int = 1
     in_flight: int = 8
     kinds: tuple[str, ...] = ("code", "logs", "prose")
+    hook_factory: str = ""
 
 
 def run_story(options: DemoOptions, screen: Screen) -> DemoResult:
@@ -55,7 +59,8 @@ def run_story(options: DemoOptions, screen: Screen) -> DemoResult:
         screen.event("starting the embedded store, the planner and the agent process")
         service = start_service(folder, stack, policy=options.policy, port=options.port)
         screen.event(f"starting {options.ranks} ranks of the reference engine")
-        fleet = stack.enter_context(start_ranks(folder, ranks=options.ranks, socket=service.socket))
+        ranks = start_ranks(folder, ranks=options.ranks, socket=service.socket, hook_factory=options.hook_factory)
+        fleet = stack.enter_context(ranks)
         traffic = Traffic(seed=options.seed)
         clients = [fleet.client(position) for position in range(options.ranks)]
         serving = Serving(clients, traffic, in_flight=options.in_flight, finished=oracle.submit)
