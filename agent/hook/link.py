@@ -20,6 +20,7 @@ from agent.frames import HEAD, Decoder, RegistrationAnswer, Welcome, encode, fra
 from agent.hook.outbox import Outbox
 from eplb_service.control import Arm, Disarm, Hello, Registration, Stage, ToRank
 from eplb_service.errors import InvalidInputError
+from eplb_service.load_report import LoadReport
 
 CONNECT_TIMEOUT_S = 2.0
 WELCOME_TIMEOUT_S = 5.0
@@ -74,6 +75,7 @@ class Link:
         self._next_tick = 0.0
         self._said = ""
         self._unsent = bytearray()
+        self._windows_unsent = 0
         self._received = bytearray()
         self._poked = False
         self.is_connected = False
@@ -115,7 +117,8 @@ class Link:
                 logger.exception("hook.link failed; it connects again")
             finally:
                 self.is_connected = False
-                self._outbox.detach()
+                self._outbox.detach(windows_unsent=self._windows_unsent)
+                self._windows_unsent = 0
             self._pause(pause_s)
             pause_s = min(pause_s * 2, self._reconnect_max_s)
 
@@ -161,6 +164,7 @@ class Link:
         """Encode what waits, as long as the other side takes it; a slow one leaves it in the bounded outbox."""
         while len(self._unsent) < UNSENT_BYTES_MAX and (message := self._outbox.take()) is not None:
             self._unsent += encode(message)
+            self._windows_unsent += isinstance(message, LoadReport)
 
     def _write(self, connection: socket.socket) -> None:
         try:
@@ -168,6 +172,8 @@ class Link:
         except BlockingIOError:
             return
         del self._unsent[:sent]
+        if not self._unsent:
+            self._windows_unsent = 0
 
     def _read(self, connection: socket.socket) -> list[object]:
         try:

@@ -54,11 +54,13 @@ class Outbox:
         with self._lock:
             self._attached = True
 
-    def detach(self) -> None:
-        """It is gone: what was meant for it is forgotten, windows stay."""
+    def detach(self, *, windows_unsent: int) -> None:
+        """It is gone: what was meant for it is forgotten, windows stay. windows_unsent: taken, but not wholly sent."""
         with self._lock:
             self._attached = False
             self._messages.clear()
+            self.windows_sent -= windows_unsent
+            self.windows_dropped += windows_unsent
 
     def take_news(self) -> bool:
         """Whether something was queued since the last call: the link needs no other wake-up."""

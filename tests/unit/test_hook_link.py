@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from agent.frames import HEAD, Decoder, RegistrationAnswer, Welcome, encode, frame_lengths
@@ -17,6 +18,7 @@ from agent.hook.link import Link
 from agent.hook.outbox import Outbox
 from eplb_service.control import Address, Armed, Hello, Pulse, Registration, ToRank
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GroupId, Incarnation, Phase, RankId
+from eplb_service.load_report import LoadReport, Semantics, TableCounts
 
 WAIT_S = 10.0
 ADDRESS = Address(RankId(4), Incarnation(9), GroupId(2))
@@ -199,3 +201,30 @@ def test_an_agent_process_that_hangs_never_blocks_who_speaks(bench: Bench) -> No
     bench.owner.until(lambda: bench.owner.ticks > ticks)
     assert len(bench.outbox) <= 1024
     assert Path(bench.path).exists()
+
+
+def test_windows_that_were_on_their_way_when_the_link_broke_are_counted_as_dropped(bench: Bench) -> None:
+    listener = bench.listen()
+    window = LoadReport(
+        rank_id=RankId(4),
+        incarnation=Incarnation(9),
+        group_id=GroupId(2),
+        window_index=0,
+        boundary_begin=0,
+        boundary_end=1,
+        forward_passes=1,
+        tokens=1,
+        semantics=Semantics.LOCAL_TOKENS,
+        phase=Phase.DECODE,
+        live_digest_begin=1,
+        live_digest_end=1,
+        tables=(TableCounts(model="m", layer_ids=(0,), counts=np.zeros((1, 1, 1 << 20), np.int64)),),
+    )
+    bench.outbox.put_window(window)  # 8 MiB: the socket takes a part of it
+    bench.link.start()
+    connection = accept(listener)
+    receive(connection)
+    bench.owner.until(lambda: bench.outbox.windows_sent == 1)
+    connection.close()
+    bench.owner.until(lambda: not bench.link.is_connected and bench.outbox.windows_dropped == 1)
+    assert bench.outbox.windows_sent == 0

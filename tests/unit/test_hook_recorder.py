@@ -279,7 +279,7 @@ def test_messages_go_before_windows_and_are_kept_only_while_somebody_is_there() 
     bench.outbox.put(armed(2))
     assert bench.outbox.take() == armed(2)
     bench.outbox.put(armed(3))
-    bench.outbox.detach()
+    bench.outbox.detach(windows_unsent=0)
     assert isinstance(bench.outbox.take(), LoadReport)
     assert bench.outbox.take() is None
 
