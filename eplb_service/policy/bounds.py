@@ -23,7 +23,7 @@ def hottest_copy(load: Float64Array, num_slots: int, copies_max: int) -> float:
     expert and count, so the search is over those values.
 
     >>> hottest_copy(np.array([600.0, 560, 120, 120, 20, 10, 10, 10]), 16, 8)
-    140.0
+    120.0
     """
     counts = np.arange(1, max(1, min(copies_max, num_slots - load.size + 1)) + 1)
     values = np.unique(load[:, None] / counts[None, :])
