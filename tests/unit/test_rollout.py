@@ -324,6 +324,19 @@ def test_a_live_map_that_cannot_be_is_no_reply() -> None:
     script.expect(RolloutState.HELLO)
 
 
+def test_a_rank_that_comes_back_with_another_or_an_impossible_map_makes_all_be_asked_again() -> None:
+    script = idle()
+    script.hear(script.live(5, as_loaded(ONE_LAYER)))
+    script.expect(RolloutState.HELLO)
+    script.hear(*script.lives())
+    script.expect(RolloutState.IDLE)
+    script.hear(script.live(5, layers=script.live(5).layers[:1]))
+    assert script.machine.alarm is not None
+    script.expect(RolloutState.HELLO)
+    script.hear(*script.lives())
+    assert len(of(script.last, AlarmCleared)) == 1
+
+
 def test_a_reply_that_has_seen_a_higher_epoch_ends_the_machine() -> None:
     script = Script()
     assert of(script.hear(script.live(4, epoch_seen=Epoch(8))), Outranked) == [Outranked(Epoch(8))]

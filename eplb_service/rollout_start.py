@@ -1,0 +1,47 @@
+"""Whether a generation can be rolled out from here, and in which chunks."""
+
+from __future__ import annotations
+
+from eplb_service.chunks import PlannedChunk, plan_chunks
+from eplb_service.errors import InvalidInputError
+from eplb_service.generation import Generation, LiveMap
+from eplb_service.ids import GenerationNumber
+from eplb_service.membership import Group
+
+
+def chunks_to_roll_out(
+    generation: Generation,
+    *,
+    group: Group,
+    live: LiveMap,
+    generation_floor: GenerationNumber,
+    layers_per_chunk_max: int | None,
+) -> tuple[PlannedChunk, ...]:
+    """Chunks from the live map to a generation: only the layers that differ, so an unfinished one is continued.
+
+    generation_floor: highest generation that any rank ever saw. Raises InvalidInputError with the reason why it cannot start.
+    """
+    name = f"generation {generation.number}"
+    if group.observe_only:
+        raise InvalidInputError(f"{name} cannot start: {group.observe_only} (observe only)")
+    if generation.number < generation_floor:
+        raise InvalidInputError(f"{name} cannot start: ranks have seen generation {generation_floor}; numbers never go back")
+    for table in generation.placement.tables:
+        uncovered = table.uncovered()
+        if uncovered:
+            layer, expert = uncovered[0]
+            raise InvalidInputError(f"{name} cannot start: it leaves expert {expert} of layer {layer} on no rank")
+        most = int(table.replica_counts.max())
+        if most > group.replica_table_width:
+            raise InvalidInputError(
+                f"{name} cannot start: an expert of model {table.model!r} has {most} replicas, the engine's tables hold"
+                f" {group.replica_table_width}"
+            )
+    return plan_chunks(
+        live.placement,
+        generation.placement,
+        topology=group.topology,
+        expert_bytes=group.expert_bytes,
+        staging_bytes=group.staging_bytes,
+        layers_max=layers_per_chunk_max,
+    )
