@@ -10,148 +10,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
-from eplb_service.control import Address, LayerInfo, LiveLayer, Registration
-from eplb_service.errors import InvalidInputError, NotFoundError, StaleError
-from eplb_service.generation import LiveMap
-from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, RankId
-from eplb_service.placement import Placement, Table, row_digest
+from eplb_service.control import Address, Registration
+from eplb_service.errors import NotFoundError, StaleError
+from eplb_service.group import Group
+from eplb_service.ids import DeploymentId, GroupId, Incarnation, RankId
 from eplb_service.registration_check import check_agreement, check_registration
-from eplb_service.topology import Topology
+
+__all__ = [
+    "Attached",
+    "Detached",
+    "Gone",
+    "Group",  # users of a group find it beside what forms it
+    "GroupLost",
+    "GroupReady",
+    "Membership",
+    "MembershipChange",
+    "MembershipEvent",
+    "RankAttached",
+    "RankDetached",
+    "Ready",
+    "Registered",
+    "Waiting",
+    "WeightsSeen",
+]
 
 _REMEMBERED = 256
 """Superseded groups and replaced lives that are still told apart from new ones."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupTable:
-    """Layers of one model with equal (E, slots per rank): one table of every placement of the group."""
-
-    model: str
-    layer_ids: tuple[int, ...]
-    num_logical: int
-    slots: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
-    """One forming of a deployment's vote group. registrations: in column order of placements."""
-
-    deployment: DeploymentId
-    group_id: GroupId
-    registrations: tuple[Registration, ...]
-    topology: Topology
-    tables: tuple[GroupTable, ...]
-    layers: Mapping[LayerRef, LayerInfo]
-
-    @classmethod
-    def of(cls, registrations: tuple[Registration, ...]) -> Group:
-        """From registrations that agree, one for each rank, in column order."""
-        first = registrations[0]
-        return cls(
-            deployment=first.deployment,
-            group_id=first.address.group_id,
-            registrations=registrations,
-            topology=Topology(
-                tuple(registration.address.rank_id for registration in registrations),
-                tuple(registration.node for registration in registrations),
-                tuple(registration.capacity for registration in registrations),
-            ),
-            tables=_tables(first),
-            layers={LayerRef(model.name, layer.layer_id): layer for model in first.models for layer in model.layers},
-        )
-
-    @property
-    def addresses(self) -> Mapping[RankId, Address]:
-        """Address of each rank, in column order."""
-        return {registration.address.rank_id: registration.address for registration in self.registrations}
-
-    @property
-    def rank_ids(self) -> tuple[RankId, ...]:
-        """Stable ids in column order."""
-        return self.topology.rank_ids
-
-    @property
-    def vote_period(self) -> int:
-        """K."""
-        return self.registrations[0].vote_period
-
-    @property
-    def replica_table_width(self) -> int:
-        """Most replicas of an expert that the tables of every rank hold."""
-        return min(registration.replica_table_width for registration in self.registrations)
-
-    @property
-    def protocol(self) -> int:
-        """Highest protocol version that all ranks speak."""
-        return min(registration.protocol_max for registration in self.registrations)
-
-    @property
-    def observe_only(self) -> str:
-        """Why nothing can be rolled out (a rank allocated no staging); empty when it can."""
-        without = [rank for rank, budget in self.staging_bytes.items() if not budget]
-        return f"rank{'s' * (len(without) > 1)} {_listed(without)} allocated no staging" if without else ""
-
-    @property
-    def staging_bytes(self) -> Mapping[RankId, int]:
-        """Staging budget of each rank."""
-        return {registration.address.rank_id: registration.staging_bytes for registration in self.registrations}
-
-    @property
-    def expert_bytes(self) -> Mapping[LayerRef, int]:
-        """Bytes of one expert of each layer."""
-        return {layer: info.expert_bytes for layer, info in self.layers.items()}
-
-    def live_map(self, layers: tuple[LiveLayer, ...]) -> LiveMap:
-        """What a rank says that it routes by, in the order of the group's tables.
-
-        Raises InvalidInputError when layers are missing, unknown or twice there, when a row has another length or an
-        expert that the layer has not, and when a digest is not that of its row.
-        """
-        given = {layer.layer: layer for layer in layers}
-        odd = sorted(set(given) ^ set(self.layers))
-        if odd or len(given) != len(layers):
-            raise InvalidInputError(
-                f"a live map must have each of the {len(self.layers)} layers of the group once; got {len(layers)},"
-                f" {f'for one, {odd[0]} is missing or unknown' if odd else 'some twice'}"
-            )
-        tables: list[Table] = []
-        generations: list[GenerationNumber] = []
-        for table in self.tables:
-            num_slots = table.slots * len(self.rank_ids)
-            mine = [given[LayerRef(table.model, layer_id)] for layer_id in table.layer_ids]
-            for layer in mine:
-                if len(layer.row) != num_slots:
-                    raise InvalidInputError(f"row of layer {layer.layer} has {len(layer.row)} slots, the group {num_slots}")
-            rows = np.array([layer.row for layer in mine], np.int32)
-            tables.append(Table(table.model, table.layer_ids, table.num_logical, self.rank_ids, rows))
-            for layer, row in zip(mine, rows, strict=True):
-                if row_digest(layer.layer, row) != layer.digest:
-                    raise InvalidInputError(
-                        f"layer {layer.layer} claims digest {layer.digest:#x}, its row has {row_digest(layer.layer, row):#x}"
-                    )
-            generations.extend(layer.generation for layer in mine)
-        return LiveMap(Placement(tuple(tables)), tuple(generations))
-
-
-def _tables(registration: Registration) -> tuple[GroupTable, ...]:
-    """Tables of a deployment: models in their order, shapes of a model in order of their first layer."""
-    tables = []
-    for model in registration.models:
-        shapes: dict[tuple[int, int], list[int]] = {}
-        for layer in sorted(model.layers, key=lambda layer: layer.layer_id):
-            shapes.setdefault((layer.num_logical, layer.slots), []).append(layer.layer_id)
-        for (num_logical, slots), layer_ids in shapes.items():
-            tables.append(GroupTable(model.name, tuple(layer_ids), num_logical, slots))
-    return tuple(tables)
-
-
-def _listed(ranks: list[RankId]) -> str:
-    return ", ".join(str(rank) for rank in ranks)
 
 
 # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────────

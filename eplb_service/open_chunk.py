@@ -38,8 +38,8 @@ from eplb_service.control import (
     Staged,
     ToRank,
 )
+from eplb_service.group import Group
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, LayerRef, RankId
-from eplb_service.membership import Group
 from eplb_service.placement import Int32Array
 from eplb_service.rollout_events import Alarm, AlarmCode, Effect, Note, RolloutSettings, RolloutState, Send
 

@@ -24,9 +24,10 @@ from eplb_service.chunk_ids import ChunkIds
 from eplb_service.control import Address, Flipped, Hello, Live, Pulse
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.generation import AS_LOADED, LiveMap
+from eplb_service.group import Group
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber
 from eplb_service.live_replies import LiveReplies
-from eplb_service.membership import Group, GroupLost, GroupReady, RankAttached, RankDetached
+from eplb_service.membership import GroupLost, GroupReady, RankAttached, RankDetached
 from eplb_service.open_chunk import ChunkAnswer
 from eplb_service.readiness import Readiness
 from eplb_service.rollout_events import (

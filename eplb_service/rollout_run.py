@@ -16,8 +16,8 @@ from eplb_service.chunks import PlannedChunk
 from eplb_service.control import Address, Live, Pulse
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.generation import Generation, LiveMap
+from eplb_service.group import Group
 from eplb_service.ids import ChunkId, GenerationNumber, RankId
-from eplb_service.membership import Group
 from eplb_service.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
 from eplb_service.readiness import Readiness
 from eplb_service.rollout_events import (
