@@ -1,7 +1,8 @@
 """Train the tiny MoE from a seed: `python -m examples.tiny_moe.train --seed 0 --steps 1200 --out weights.safetensors`.
 
-All schedules are in steps, so the same seed, steps and threads on the same machine give the same bytes. On another machine
-the text differs (other package versions), and so do the weights.
+All schedules are in steps, so the same seed, steps and threads on the same machine give the same tensors and the same digest
+(the file itself may differ in the order of the two entries of its header). On another machine the text differs (other package
+versions), and so do the weights.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def update_biases(recipe: Recipe, step: int, *, selection: Tensor, router: Tenso
     """The only balancing there is: enough that no expert dies, in place.
 
     Until `bias_until` of the steps a selection bias evens out how often experts are chosen, so that all of them learn
-    something. By `bias_gone_at` it has moved, bit by bit, into the router's own bias: the same experts are chosen, but now it
-    counts in the gates and gradients may change it, and popular experts become as popular as the text wants. (Letting it
-    fade to nothing instead killed 5 of the 32 experts of the first layer.) From then on only an expert that starves is
-    helped. No loss term pulls towards balance.
+    something. By `bias_gone_at` it has moved, bit by bit, into the router's own bias: it steers the choice as before, but now
+    it counts in the gates and gradients may change it, and popular experts become as popular as the text wants. (In a run that
+    let it fade to nothing instead, 5 of the 32 experts of the first layer ended without a token.) From `bias_until` on an
+    expert that starves is helped. No loss term pulls towards balance.
 
     Args:
         recipe: The recipe.
