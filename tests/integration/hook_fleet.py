@@ -497,15 +497,20 @@ class Fleet:
     def close(self) -> list[float]:
         """Close all hooks, then end the processes. Returns the seconds that each close took."""
         alive = [position for position, process in enumerate(self.processes) if process.is_alive()]
+        hanging = []
         try:
-            return self.ask_all("close", only=alive)
+            seconds = self.ask_all("close", only=alive)
         finally:
             self.agent.close()
-            for process in self.processes:
-                process.join(5)
+            for position, process in enumerate(self.processes):
+                process.join(WAIT_S)
                 if process.is_alive():
+                    hanging.append(position)
                     process.kill()
                     process.join()
+        assert not hanging, f"ranks at {hanging} closed their hooks but their processes do not end"
+        assert all(self.processes[position].exitcode == 0 for position in alive)
+        return seconds
 
 
 def change(layer: LayerRef, old: Sequence[int], new: Sequence[int]) -> LayerChange:
