@@ -208,16 +208,24 @@ class Fleet:
             await asyncio.sleep(0.2)
 
     async def _report_run(self) -> None:
+        """Send each report until it is answered."""
         while True:
             report = await self._reports.get()
-            while True:
-                try:
-                    call = self.agent.Report(iter([report]), timeout=5)
-                    async for reply in call:
-                        self.replies.append(reply)
-                    break
-                except grpc.aio.AioRpcError:
-                    await asyncio.sleep(0.05)
+            while not await self._send_report(report):
+                await asyncio.sleep(0.05)
+
+    async def _send_report(self, report: agent_pb2.LoadReport) -> bool:
+        try:
+            replies = [reply async for reply in self.agent.Report(iter([report]), timeout=5)]
+        except grpc.aio.AioRpcError:
+            return False
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            return False  # gRPC cancels a call whose connection went away under it
+        self.replies.extend(replies)
+        return bool(replies)
 
     def registration(self, rank: Rank) -> Registration:
         layers = tuple(

@@ -135,7 +135,7 @@ async def generation_of(fleet: Fleet, number: int, state: int) -> placement_pb2.
                     found: placement_pb2.GenerationView = view
                     return found
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND:
+                if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
                     raise
             await asyncio.sleep(0.01)
 

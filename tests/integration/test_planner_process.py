@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from eplb_service import failpoints
 from eplb_service.pb.v1 import placement_pb2
 from tests.integration.planner_fleet import Fleet, until
-from tests.integration.test_planner_loop import QUICK, generation_of, reach, run, status_of
+from tests.integration.test_planner_loop import QUICK, generation_of, reach, run
 
 pytestmark = pytest.mark.process
 READY_S = 30.0
@@ -62,12 +62,10 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     """`serve(*flags, failpoints="…")` starts a planner on one data directory; all are killed at the end."""
     running: list[Process] = []
 
-    def start(
-        *flags: str, failpoint: str = "", data_dir: Path | None = None, settings: dict[str, str] | None = None
-    ) -> Process:
+    def start(*flags: str, failpoint: str = "") -> Process:
         number = len(running)
-        chosen = QUICK if settings is None else settings
-        arguments = [part for key, text in chosen.items() for part in ("--" + key.replace(".", "-").replace("_", "-"), text)]
+        settings = QUICK | {"log.level": "info"}
+        arguments = [part for key, text in settings.items() for part in ("--" + key.replace(".", "-").replace("_", "-"), text)]
         ready_file, log = tmp_path / f"ready{number}.json", tmp_path / f"log{number}"
         environment = {key: text for key, text in os.environ.items() if not key.startswith("EPLB_")}
         with log.open("w") as stream:
@@ -88,6 +86,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
     for process in running:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        print(process.log.read_text()[-8000:])  # shown when the test fails
 
 
 def free_port() -> int:
@@ -140,7 +139,7 @@ def test_planner_killed_at_every_named_point_in_turn_comes_back_and_finishes_the
             assert view.epoch == 1
             assert fleet.live_generations == {1}
             assert fleet.all_route_alike()
-            status = await status_of(fleet)
+            status = await reach(fleet, "ready")
             assert (status.epoch, status.live_generation) == (len(POINTS) + 1, 1)
             fleet.report(fleet.skewed(hot=5))
             fleet.report(fleet.skewed(hot=5))
