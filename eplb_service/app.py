@@ -140,7 +140,10 @@ class Service:
             self._log.warning("store.not_closed", reason=str(error))
 
     async def _probe_store(self) -> None:
-        """Ask the store now and then, so that health and status are right also while nothing is written."""
+        """Ask the store now and then, so that status and metrics are right also while nothing is written.
+
+        Health stays SERVING: a planner without its store plans nothing, and goes on answering who routes what.
+        """
         while True:
             try:
                 await self.store.ping()
@@ -148,8 +151,6 @@ class Service:
                 self.health.note(str(error))
             else:
                 self.health.note("")
-            if self._server is not None:
-                await self._server.set_serving(serving=not self.health.reason and self.solver.is_ready)
             await asyncio.sleep(STORE_PROBE_S)
 
 

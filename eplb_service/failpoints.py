@@ -4,9 +4,11 @@
 
 `exit:FILE`   write FILE, then end the process at once (`os._exit(86)`), as `kill -9` would
 `pause:FILE`  write FILE, then stand still until it is removed (asyncio: only this task; else this thread)
+`hold:FILE`   whenever FILE is there: write FILE.reached, then stand still until FILE is removed
 
-FILE holds the process id. Each fires once per process: an `exit` point whose FILE is there already has fired in an earlier
-life and is passed. Standard library only; without the variable a point costs one dictionary look-up.
+FILE (or FILE.reached) holds the process id. `exit` and `pause` fire once per process: an `exit` point whose FILE is there
+already has fired in an earlier life and is passed. `hold` fires as often as the test makes FILE: for processes that are too
+dear to start for each case. Standard library only; without the variable a point costs one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class Action(Enum):
 
     EXIT = "exit"
     PAUSE = "pause"
+    HOLD = "hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ def parse(text: str) -> dict[str, Failpoint]:
         name, _, rest = part.partition("=")
         word, _, file = rest.partition(":")
         if not name or word not in {action.value for action in Action} or not file:
-            raise InvalidInputError(f"{VARIABLE} has {part!r}; write name=exit:FILE or name=pause:FILE, joined by commas")
+            raise InvalidInputError(f"{VARIABLE} has {part!r}; write name=exit:FILE, pause:FILE or hold:FILE, joined by commas")
         points[name] = Failpoint(Action(word), Path(file))
     return points
 
@@ -60,19 +63,30 @@ _armed: dict[str, Failpoint] | None = None
 
 
 def _take(name: str) -> Failpoint | None:
-    """The point, the first time that it is reached in this process; None otherwise."""
+    """The point, when it acts now; None otherwise."""
     global _armed  # noqa: PLW0603  # read once from the environment of the process
     if _armed is None:
         _armed = parse(os.environ.get(VARIABLE, ""))
-    point = _armed.pop(name, None) if _armed else None
-    if point is None or (point.action is Action.EXIT and point.file.exists()):
+    point = _armed.get(name) if _armed else None
+    if point is None:
         return None
-    temporary = point.file.with_name(f"{point.file.name}.{os.getpid()}")
-    temporary.write_text(f"{os.getpid()}\n", encoding="ascii")
-    temporary.replace(point.file)
+    if point.action is Action.HOLD:
+        if not point.file.exists():
+            return None
+        _write_pid(point.file.with_name(f"{point.file.name}.reached"))
+        return point
+    if _armed is None or _armed.pop(name, None) is None or (point.action is Action.EXIT and point.file.exists()):
+        return None
+    _write_pid(point.file)
     if point.action is Action.EXIT:
         os._exit(EXIT_CODE)
     return point
+
+
+def _write_pid(file: Path) -> None:
+    temporary = file.with_name(f"{file.name}.{os.getpid()}")
+    temporary.write_text(f"{os.getpid()}\n", encoding="ascii")
+    temporary.replace(file)
 
 
 def reach(name: str) -> None:

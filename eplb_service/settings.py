@@ -21,7 +21,15 @@ from eplb_service.errors import InvalidInputError
 
 ENVIRONMENT_PREFIX = "EPLB_"
 
-RESERVED_VARIABLES = ("EPLB_AGENT_", "EPLB_HOOK_", "EPLB_DEMO_", "EPLB_TEST_", "EPLB_FAILPOINTS", "EPLB_PROTO_", "EPLB_PLANNER")
+RESERVED_VARIABLES = (
+    # tests, tools
+    *("EPLB_FAILPOINTS", "EPLB_PROTO_", "EPLB_TEST_", "EPLB_DEMO_"),
+    # clients
+    *("EPLB_PLANNER", "EPLB_DEPLOYMENT", "EPLB_TLS_"),
+    # agent process and hook
+    *("EPLB_AGENT_", "EPLB_HOOK_", "EPLB_SOCKET", "EPLB_OFF", "EPLB_VOTE_", "EPLB_STAGING_", "EPLB_SUB_WINDOWS"),
+    *("EPLB_WINDOW_", "EPLB_RING_", "EPLB_RENDEZVOUS_", "EPLB_RECORDER"),
+)
 """Variables of other parts of the product, by prefix: no settings, and no mistakes."""
 
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT|PORT_\d+_(TCP|UDP)(_(ADDR|PORT|PROTO))?)\Z")

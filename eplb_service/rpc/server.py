@@ -27,6 +27,8 @@ from eplb_service.rpc.placement_service import PlacementService
 from eplb_service.rpc.status import StatusInterceptor
 
 CONCURRENT_CALLS_MAX = 8192
+LIVENESS = "liveness"
+"""Health of this name says SERVING as long as the process answers at all: for who restarts what hangs."""
 SERVICE_NAMES = (
     agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name,
@@ -72,6 +74,7 @@ class RpcServer:
         except RuntimeError as error:
             raise EnvironmentFault(f"gRPC cannot be served on {self._host}:{self._port}: {error}") from None
         await self.set_serving(serving=False)
+        await self._health.set(LIVENESS, health_pb2.HealthCheckResponse.SERVING)
         await self._server.start()
         return port
 

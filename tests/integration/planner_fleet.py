@@ -211,7 +211,7 @@ class Fleet:
         """Send each report until it is answered."""
         while True:
             report = await self._reports.get()
-            while not await self._send_report(report):
+            while not await self._send_report(report):  # noqa: ASYNC110  (tries again)
                 await asyncio.sleep(0.05)
 
     async def _send_report(self, report: agent_pb2.LoadReport) -> bool:

@@ -179,7 +179,7 @@ def test_planner_shows_itself_refuses_a_second_one_and_stops_on_sigterm(serve: S
     assert int(ready["pid"]) == process.popen.pid
     with grpc.insecure_channel(ready["address"]) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for service in ("", "eplb.v1.AdminService", "eplb.v1.AgentService", "eplb.v1.PlacementService"):
+        for service in ("", "liveness", "eplb.v1.AdminService", "eplb.v1.AgentService", "eplb.v1.PlacementService"):
             reply = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         names = set(ProtoReflectionDescriptorDatabase(channel).get_services())

@@ -113,6 +113,10 @@ def test_variables_of_other_parts_and_of_kubernetes_are_no_mistakes() -> None:
         "EPLB_PORT_7470_TCP": "tcp://10.0.0.1:7470",
         "EPLB_FAILPOINTS": "",
         "EPLB_HOOK_OFF": "1",
+        "EPLB_SOCKET": "/run/eplb/agent.sock",
+        "EPLB_STAGING_BYTES": "1",
+        "EPLB_DEPLOYMENT": "chat",
+        "EPLB_PLANNER": "planner:7470",
         "EPLBX": "1",
         "PATH": "/bin",
     }
