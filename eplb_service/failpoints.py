@@ -67,7 +67,8 @@ def _take(name: str) -> Failpoint | None:
     global _armed  # noqa: PLW0603  # read once from the environment of the process
     if _armed is None:
         _armed = parse(os.environ.get(VARIABLE, ""))
-    point = _armed.get(name) if _armed else None
+    armed = _armed
+    point = armed.get(name)
     if point is None:
         return None
     if point.action is Action.HOLD:
@@ -75,7 +76,8 @@ def _take(name: str) -> Failpoint | None:
             return None
         _write_pid(point.file.with_name(f"{point.file.name}.reached"))
         return point
-    if _armed is None or _armed.pop(name, None) is None or (point.action is Action.EXIT and point.file.exists()):
+    del armed[name]
+    if point.action is Action.EXIT and point.file.exists():
         return None
     _write_pid(point.file)
     if point.action is Action.EXIT:
