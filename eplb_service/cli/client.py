@@ -12,12 +12,16 @@ from typing import Any, TypeVar
 import click
 import grpc
 
+from eplb_service.errors import InvalidInputError, NotFoundError
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc, placement_pb2_grpc
 from eplb_service.rpc.channel import CLIENT_OPTIONS, DEFAULT_PORT, TlsFiles, client_credentials, parse_target
 from eplb_service.rpc.status import error_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 DEFAULT_PLANNER = f"127.0.0.1:{DEFAULT_PORT}"
+ASK_TIMEOUT_S = 10.0
+ORDER_TIMEOUT_S = 90.0
+"""For what makes the planner solve or withdraw first: longer than its own deadlines for that (30 s and 60 s by default)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,15 @@ def planner_client(address: str | None, *, timeout_s: float, tls_ca: str | None 
 
 def planner_options(command: Command) -> Command:
     """Adds `--planner`, `--timeout`, `--tls-ca`; the command gets an open `client`."""
+    return planner_options_with(timeout_s=ASK_TIMEOUT_S)(command)
 
+
+def planner_options_with(*, timeout_s: float) -> Callable[[Command], Command]:
+    """`planner_options` for commands that take longer: a plan is solved, a rollout withdrawn."""
+    return lambda command: _with_planner(command, timeout_s)
+
+
+def _with_planner(command: Command, timeout_s: float) -> Command:
     @click.option(
         "--planner",
         envvar="EPLB_PLANNER",
@@ -72,7 +84,7 @@ def planner_options(command: Command) -> Command:
         metavar="HOST:PORT",
         help="Planner to talk to (environment: EPLB_PLANNER).",
     )
-    @click.option("--timeout", type=click.FloatRange(0.1, 600), default=10.0, show_default=True, help="Seconds to wait.")
+    @click.option("--timeout", type=click.FloatRange(0.1, 3600), default=timeout_s, show_default=True, help="Seconds to wait.")
     @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
     @wraps(command)
     def with_client(*args: Any, planner: str, timeout: float, tls_ca: str | None, **kwargs: Any) -> Any:
@@ -95,7 +107,7 @@ def deployment_option(command: Command) -> Command:
 
 
 def the_deployment(client: PlannerClient, name: str | None) -> str:
-    """The named deployment, or the only one. Raises a usage error that lists them when that is not clear."""
+    """The named deployment, or the only one. Raises InvalidInputError that lists them when that is not clear."""
     if name:
         return name
     status = client.call(client.admin.Status, admin_pb2.StatusRequest())
@@ -103,7 +115,7 @@ def the_deployment(client: PlannerClient, name: str | None) -> str:
     if len(names) == 1:
         return names[0]
     if not names:
-        raise click.UsageError(f"planner {client.address} knows no deployment yet: no agent has registered a rank")
-    raise click.UsageError(
+        raise NotFoundError(f"planner {client.address} knows no deployment yet: no agent has registered a rank")
+    raise InvalidInputError(
         f"planner {client.address} has {len(names)} deployments ({', '.join(names)}): name one with --deployment"
     )

@@ -13,10 +13,12 @@ from eplb_service.cli.output import (
     console,
     imbalance_text,
     output_option,
+    print_fact,
     print_json,
     print_table,
     to_plain,
 )
+from eplb_service.errors import InvalidInputError
 from eplb_service.pb.v1 import placement_pb2
 
 
@@ -34,7 +36,11 @@ def _imbalance(view: Any, name: str) -> str:
 
 @click.group(short_help="The history of placements, with reasons.")
 def generations() -> None:
-    """List generations, or show one whole."""
+    """List generations, or show one whole.
+
+    \b
+    Example:  eplb generations list -d chat-decode
+    """
 
 
 @generations.command("list", short_help="Generations, newest first.")
@@ -73,11 +79,12 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
         click.echo(f"{name} has no generation yet: it routes as the engine loaded it (generation 0)")
         return
     columns = ("generation", "state", "made", "policy", "before", "predicted", "observed", "moves", "bytes", "why")
-    print_table("", columns, rows, right=("generation", "moves", "bytes"))
+    print_table("", columns, rows, right=("generation", "moves", "bytes"), cut=("why",))
+    click.echo("imbalance: mean over layers / worst layer; `eplb generations show NUMBER` tells all of one")
 
 
 @generations.command("show", short_help="One generation, whole.")
-@click.argument("generation", type=click.IntRange(min=1))
+@click.argument("generation", type=click.IntRange(min=0))
 @deployment_option
 @output_option
 @planner_options
@@ -87,6 +94,11 @@ def show_generation(generation: int, deployment: str | None, output: str, client
     \b
     Example:  eplb generations show 7 -d chat-decode
     """
+    if not generation:
+        raise InvalidInputError(
+            "generation 0 is what the engine loaded by itself: it was not published and has no record;"
+            " `eplb placement show` shows what is live, `eplb rollback 0` goes back to it"
+        )
     name = the_deployment(client, deployment)
     request = placement_pb2.GetPlacementRequest(deployment=name, generation=generation)
     view = client.call(client.placement.GetPlacement, request)
@@ -95,20 +107,21 @@ def show_generation(generation: int, deployment: str | None, output: str, client
         return
     out = console()
     out.print(f"{name} generation {view.generation}: {state_text(view.state)}, digest {view.placement_digest}", style="bold")
-    facts = [
+    facts: list[tuple[str, str]] = [
         ("made", f"{clock_text(view.created_at_s)} by {view.policy or '-'} in epoch {view.epoch}"),
         ("why", view.reason),
         ("stopped because", view.stop_reason),
         ("active since", clock_text(view.active_at_s)),
-        ("imbalance before", _imbalance(view, "before")),
-        ("predicted", _imbalance(view, "predicted")),
-        ("lower bound", _imbalance(view, "lower_bound")),
-        ("observed", _imbalance(view, "observed")),
+        ("imbalance", "mean over layers / worst layer"),
+        ("  before", _imbalance(view, "before")),
+        ("  predicted", _imbalance(view, "predicted")),
+        ("  lower bound", _imbalance(view, "lower_bound")),
+        ("  observed", _imbalance(view, "observed")),
         ("moves", f"{view.moves.experts} experts, {view.moves.slots_rewritten} slots rewritten"),
-        ("bytes", f"{bytes_text(view.moves.bytes.same_node)} in nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
+        ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
         ("decision to last flip", f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
     ]
     for label, text in facts:
         if text:
-            out.print(f"  {label:<22} {text}")
+            print_fact(label, text, width=21)

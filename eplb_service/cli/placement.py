@@ -9,14 +9,27 @@ import grpc
 
 from eplb_service.cli.client import PlannerClient, deployment_option, planner_options, the_deployment, typed_errors
 from eplb_service.cli.generations import state_text
-from eplb_service.cli.output import bytes_text, console, output_option, print_json, print_table, to_plain
+from eplb_service.cli.output import (
+    bytes_text,
+    console,
+    output_option,
+    print_json,
+    print_json_line,
+    print_table,
+    to_plain,
+)
+from eplb_service.errors import NotFoundError
 from eplb_service.pb.v1 import placement_pb2
 from eplb_service.rpc.convert_placement import table_from_pb
 
 
 @click.group(short_help="Show, watch or compare placements.")
 def placement() -> None:
-    """What each slot holds: now, as it changes, or between two generations."""
+    """What each slot holds: now, as it changes, or between two generations.
+
+    \b
+    Example:  eplb placement show -d chat-decode --layer 3
+    """
 
 
 @placement.command(short_help="Slots and experts of one generation.")
@@ -34,33 +47,48 @@ def show(deployment: str | None, generation: int, layer: int | None, output: str
     name = the_deployment(client, deployment)
     request = placement_pb2.GetPlacementRequest(deployment=name, generation=generation)
     view = client.call(client.placement.GetPlacement, request)
+    known = sorted({layer_id for table in view.placement.tables for layer_id in table.layer_ids})
+    if layer is not None and layer not in known:
+        raise NotFoundError(f"{name} has no MoE layer {layer}; its layers are {', '.join(map(str, known))}")
     if output == "json":
-        print_json(to_plain(view))
+        print_json(_only_layer(to_plain(view), layer))
         return
     title = f"generation {view.generation} ({state_text(view.state)})" if generation else f"live, generation {view.generation}"
     console().print(f"{name}: {title}, digest {view.placement.digest}", style="bold")
-    shown = 0
     for table in view.placement.tables:
-        shown += _show_table(table, layer)
-    if not shown:
-        known = sorted({layer_id for table in view.placement.tables for layer_id in table.layer_ids})
-        raise click.UsageError(f"{name} has no MoE layer {layer}; its layers are {', '.join(map(str, known))}")
+        _show_table(table, layer)
+    click.echo("* the expert has more than one copy in its layer; - an empty slot")
 
 
-def _show_table(table: Any, only_layer: int | None) -> int:
-    rows = []
+def _only_layer(view: dict[str, Any], layer: int | None) -> dict[str, Any]:
+    """The same view with the rows of one layer (None: of all)."""
+    if layer is not None:
+        for table in view["placement"]["tables"]:
+            rows = zip(table["layer_ids"], table["physical_to_logical"], strict=True)
+            table["physical_to_logical"] = [row for layer_id, row in rows if layer_id == layer]
+            table["layer_ids"] = [layer_id for layer_id in table["layer_ids"] if layer_id == layer]
+    return view
+
+
+def _show_table(table: Any, only_layer: int | None) -> None:
+    rows: list[tuple[object, ...]] = []
     known = table_from_pb(table)
     slots = known.slots_per_rank
+    width = len(str(table.num_logical - 1)) + 1
     for layer_id, row in zip(known.layer_ids, known.physical_to_logical.tolist(), strict=True):
         if only_layer is not None and layer_id != only_layer:
             continue
         for position, rank in enumerate(table.rank_ids):
             mine = row[position * slots : (position + 1) * slots]
-            experts = " ".join("-" if e < 0 else f"{e}*" if row.count(e) > 1 else str(e) for e in mine)
-            rows.append((layer_id, rank, experts))
+            experts = " ".join(_expert(expert, row.count(expert)).rjust(width) for expert in mine)
+            rows.append((layer_id if position == 0 else "", rank, experts))
     if rows:
-        print_table(f"model {table.model}, {table.num_logical} experts", ("layer", "rank", "experts by slot"), rows)
-    return len(rows)
+        title = f"model {table.model}: {table.num_logical} experts in {slots} slots on each of {len(table.rank_ids)} ranks"
+        print_table(title, ("layer", "rank", "experts by slot"), rows, right=("layer", "rank"))
+
+
+def _expert(expert: int, copies: int) -> str:
+    return "-" if expert < 0 else f"{expert}{'*' if copies > 1 else ' '}"
 
 
 @placement.command(short_help="Print a line at every change of what is live.")
@@ -69,7 +97,7 @@ def _show_table(table: Any, only_layer: int | None) -> int:
 @output_option
 @planner_options
 def watch(deployment: str | None, count: int | None, output: str, client: PlannerClient) -> None:
-    """Follow the live placement until interrupted; the first line is what is live now.
+    """Follow the live placement until interrupted; the first line is what is live now. As JSON: one document a line.
 
     \b
     Example:  eplb placement watch -d chat-decode
@@ -93,11 +121,12 @@ def watch(deployment: str | None, count: int | None, output: str, client: Planne
 
 def _watch_line(view: Any, output: str) -> None:
     if output == "json":
-        print_json(to_plain(view))
+        print_json_line(to_plain(view))
         return
     layers = sorted(set(view.layer_generations))
     mixed = "" if len(layers) <= 1 else f" (layers on generations {', '.join(map(str, layers))})"
-    click.echo(f"{view.deployment} generation {view.generation}{mixed} {state_text(view.state)} digest {view.placement_digest}")
+    state = state_text(view.state)
+    click.echo(f"{view.deployment}: generation {view.generation} live{mixed}, {state}, digest {view.placement_digest}")
 
 
 @placement.command(short_help="What changes from one generation to another.")
@@ -119,13 +148,21 @@ def diff(from_generation: int, to_generation: int, deployment: str | None, outpu
         print_json(to_plain(reply))
         return
     rows = [
-        (f"{change.layer.model}/{change.layer.layer_id}", change.rank_id, change.slot, change.from_expert, change.to_expert)
+        (
+            change.layer.model,
+            change.layer.layer_id,
+            change.rank_id,
+            change.slot,
+            *("-" if expert < 0 else expert for expert in (change.from_expert, change.to_expert)),
+        )
         for change in reply.changes
     ]
     if not rows:
-        click.echo(f"{name}: {from_generation or 'live'} and {to_generation or 'live'} are the same")
+        pair = " and ".join(f"generation {number}" if number else "what is live" for number in (from_generation, to_generation))
+        click.echo(f"{name}: {pair} hold the same experts in every slot")
         return
-    print_table("", ("layer", "rank", "slot", "from expert", "to expert"), rows, right=("rank", "slot"))
+    columns = ("model", "layer", "rank", "slot", "from expert", "to expert")
+    print_table("", columns, rows, right=columns[1:])
     moved = reply.moves
     volume = bytes_text(moved.bytes.same_node + moved.bytes.cross_node)
     click.echo(f"{len(rows)} slots differ; {moved.experts} experts move, {volume}")

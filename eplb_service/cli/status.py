@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -10,14 +11,16 @@ from eplb_service.cli.client import PlannerClient, planner_options
 from eplb_service.cli.output import (
     bytes_text,
     console,
-    imbalance_text,
     output_option,
+    print_fact,
     print_json,
     print_table,
     seconds_text,
     to_plain,
 )
 from eplb_service.pb.v1 import admin_pb2
+
+LABEL_WIDTH = 12
 
 
 @click.command(short_help="Deployments, ranks, what is going on and why.")
@@ -45,49 +48,67 @@ def status(deployment: str | None, output: str, client: PlannerClient) -> None:
 
 
 def _show(view: Any) -> None:
-    out = console()
-    settings = view.settings
-    paused = f", PAUSED ({settings.pause_reason or 'no reason given'})" if settings.paused else ""
-    out.print(f"\n{view.deployment}  {view.state}{': ' + view.reason if view.reason else ''}", style="bold")
-    out.print(
-        f"  mode {settings.mode}{paused}, policy {settings.policy}, epoch {view.epoch}, live generation {view.live_generation}"
-    )
-    if view.HasField("imbalance"):
-        text = imbalance_text(view.imbalance.mean_over_layers, view.imbalance.worst_layer)
-        out.print(
-            f"  window {view.window_index}: imbalance (mean over layers / worst layer) {text},"
-            f" {view.window_tokens} tokens, coverage {view.window_coverage:.0%}"
-        )
-    else:
-        out.print("  no full load window yet")
-    refused = ", ".join(f"{count} {code}" for code, count in sorted(view.windows_refused.items()))
-    out.print(f"  windows accepted {view.windows_accepted}{', refused: ' + refused if refused else ''}")
-    if view.HasField("last_verdict"):
-        verdict = view.last_verdict
-        out.print(f"  last verdict: {'move' if verdict.move else 'keep'} ({verdict.code}): {verdict.reason}")
-    if view.rollout.state:
-        rollout = view.rollout
-        stalled = "  STALLED" if rollout.stalled else ""
-        out.print(
-            f"  rollout of generation {rollout.generation}: {rollout.state}, chunk {rollout.chunks_done + 1} of"
-            f" {rollout.chunks_total}, {seconds_text(rollout.age_s)}{stalled}"
-        )
-    if view.rollout.last_error:
-        out.print(f"  last rollout error: {view.rollout.last_error}")
+    console().print(f"\n{view.deployment}  {view.state}{': ' + view.reason if view.reason else ''}", style="bold")
+    for label, text, style in _facts(view):
+        print_fact(label, text, width=LABEL_WIDTH, style=style)
     rows = [
         (
             rank.address.rank_id,
             rank.node,
             rank.state,
             "yes" if rank.voting else f"no: {rank.off_reason}",
-            rank.boundary,
-            "idle" if rank.idle else "",
-            rank.chunk_state,
+            f"{rank.boundary}{' idle' if rank.idle else ''}",
+            rank.chunk_state or "-",
             bytes_text(rank.staging_bytes),
             rank.windows_dropped,
             seconds_text(rank.last_seen_s_ago),
         )
         for rank in view.ranks
     ]
-    columns = ("rank", "node", "state", "voting", "step", "", "chunk", "staging", "windows lost", "seen ago")
-    print_table("", columns, rows, right=("rank", "step", "staging", "windows lost", "seen ago"))
+    columns = ("rank", "node", "state", "voting", "step", "chunk", "staging", "windows lost", "seen ago")
+    if rows:
+        print_table("", columns, rows, right=("rank", "step", "staging", "windows lost", "seen ago"), indent=2)
+
+
+def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
+    """Label, text and style of each line about a deployment."""
+    settings = view.settings
+    yield "settings", f"mode {settings.mode}, policy {settings.policy}, epoch {view.epoch}", ""
+    if settings.paused:
+        yield "PAUSED", f"{settings.pause_reason or 'no reason given'} (`eplb resume -d {view.deployment}` ends it)", "yellow"
+    yield "live", f"generation {view.live_generation}{'' if view.live_generation else ', as the engine loaded it'}", ""
+    yield "imbalance", _load_text(view), ""
+    refused = ", ".join(f"{count} {code}" for code, count in sorted(view.windows_refused.items()))
+    yield "load reports", f"{view.windows_accepted:,} accepted{'; refused: ' + refused if refused else ''}", ""
+    if view.HasField("last_verdict"):
+        verdict = view.last_verdict
+        yield "last verdict", f"{verdict.reason} [{verdict.code}]", ""
+        if verdict.move and settings.mode == "observe" and not settings.paused and not view.rollout.state:
+            name = view.deployment
+            hint = f"`eplb rebalance -d {name}` moves once, `eplb mode auto -d {name}` whenever it pays"
+            yield "", f"nothing follows in mode observe: {hint}", ""
+    if view.rollout.state:
+        yield "rollout", *_rollout_text(view.rollout)
+    if view.rollout.last_error:
+        yield "last error", view.rollout.last_error, "yellow"
+
+
+def _load_text(view: Any) -> str:
+    if not view.HasField("imbalance"):
+        return "no full load window yet"
+    imbalance = view.imbalance
+    worst = ""
+    if len(view.layers) == len(imbalance.per_layer) > 1:
+        layer = max(zip(imbalance.per_layer, view.layers, strict=True), key=lambda pair: pair[0])[1]
+        worst = f" (layer {layer.layer_id} of {layer.model})"
+    return (
+        f"mean over layers {imbalance.mean_over_layers:.3f}, worst layer {imbalance.worst_layer:.3f}{worst};"
+        f" window {view.window_index}, {view.window_tokens:,} tokens, coverage {view.window_coverage:.0%}"
+    )
+
+
+def _rollout_text(rollout: Any) -> tuple[str, str]:
+    done = f"{rollout.chunks_done} of {rollout.chunks_total} chunks done"
+    stalled = ", STALLED" if rollout.stalled else ""
+    text = f"generation {rollout.generation}: {rollout.state}, {done}, for {seconds_text(rollout.age_s)}{stalled}"
+    return text, "red" if rollout.stalled else "yellow"

@@ -7,24 +7,39 @@ from typing import Any
 
 import click
 
-from eplb_service.cli.client import PlannerClient, deployment_option, planner_options, the_deployment
-from eplb_service.cli.output import output_option, print_json, to_plain
+from eplb_service.cli.client import (
+    ORDER_TIMEOUT_S,
+    PlannerClient,
+    deployment_option,
+    planner_options,
+    planner_options_with,
+    the_deployment,
+)
+from eplb_service.cli.output import output_option, print_fact, print_json, to_plain
+from eplb_service.errors import EnvironmentFault
 from eplb_service.pb.v1 import admin_pb2
 
 KEY_HELP = "Repeating the command with the same key gives the same answer and does nothing twice (default: a new one)."
 
 
-def _answer(reply: Any, output: str, key: str) -> None:
+def _order(client: PlannerClient, method: Any, request: Any, output: str) -> None:
+    """Give an order and print its answer. An order whose answer was lost may have been carried out: the key tells."""
+    key = request.idempotency_key
+    try:
+        reply = client.call(method, request)
+    except EnvironmentFault as error:
+        raise type(error)(f"{error}; if it took the order, the same command with --key {key} tells its answer") from None
     if output == "json":
         print_json({**to_plain(reply), "idempotency_key": key})
         return
-    verdict = reply.verdict
+    name = request.deployment
     if reply.generation:
-        click.echo(f"generation {reply.generation} published, rolling out; follow it with `eplb placement watch`")
+        click.echo(f"{name}: generation {reply.generation} is published; `eplb generations show {reply.generation}` follows it")
     else:
-        click.echo("kept: nothing was published")
-    if verdict.reason:
-        click.echo(f"  {verdict.code}: {verdict.reason}")
+        click.echo(f"{name}: kept, nothing was published")
+    print_fact("why", f"{reply.verdict.reason} [{reply.verdict.code}]")
+    if not reply.generation and reply.verdict.code != "no_change":
+        print_fact("", "`eplb rebalance --force` skips the gate (never the verification)")
 
 
 @click.command(short_help="Plan and roll out now.")
@@ -33,7 +48,7 @@ def _answer(reply: Any, output: str, key: str) -> None:
 @click.option("--policy", default="", help="Policy for this plan (default: the deployment's).")
 @click.option("--key", help=KEY_HELP)
 @output_option
-@planner_options
+@planner_options_with(timeout_s=ORDER_TIMEOUT_S)
 def rebalance(deployment: str | None, *, force: bool, policy: str, key: str | None, output: str, client: PlannerClient) -> None:
     """Plan from the present load window and roll the plan out, if it pays.
 
@@ -42,9 +57,9 @@ def rebalance(deployment: str | None, *, force: bool, policy: str, key: str | No
               eplb rebalance -d chat-decode --force --policy ilp
     """
     name = the_deployment(client, deployment)
-    key = key or uuid.uuid4().hex
+    key = uuid.uuid4().hex if key is None else key
     request = admin_pb2.RebalanceRequest(deployment=name, idempotency_key=key, force=force, policy=policy)
-    _answer(client.call(client.admin.Rebalance, request), output, key)
+    _order(client, client.admin.Rebalance, request, output)
 
 
 @click.command(short_help="Restore the placement of an earlier generation.")
@@ -52,7 +67,7 @@ def rebalance(deployment: str | None, *, force: bool, policy: str, key: str | No
 @deployment_option
 @click.option("--key", help=KEY_HELP)
 @output_option
-@planner_options
+@planner_options_with(timeout_s=ORDER_TIMEOUT_S)
 def rollback(generation: int, deployment: str | None, key: str | None, output: str, client: PlannerClient) -> None:
     """Publish a new generation with the content of GENERATION (0 = as the engine loaded it) and roll it out.
 
@@ -62,9 +77,9 @@ def rollback(generation: int, deployment: str | None, key: str | None, output: s
     Example:  eplb rollback 7 -d chat-decode
     """
     name = the_deployment(client, deployment)
-    key = key or uuid.uuid4().hex
+    key = uuid.uuid4().hex if key is None else key
     request = admin_pb2.RollbackRequest(deployment=name, generation=generation, idempotency_key=key)
-    _answer(client.call(client.admin.Rollback, request), output, key)
+    _order(client, client.admin.Rollback, request, output)
 
 
 def _settings(reply: Any, output: str) -> None:
