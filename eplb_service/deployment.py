@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 
 import structlog
 
@@ -16,33 +15,25 @@ from eplb_service import control
 from eplb_service.agent_link import AgentLink
 from eplb_service.attach import FromAgent
 from eplb_service.carrier import Carrier
-from eplb_service.documents import RolloutDocument, Settings, VerdictRecord
-from eplb_service.errors import ConflictError, DeadlineError, EplbError, FencedError, StoreUnavailableError
-from eplb_service.generation import Generation, GenerationState, LiveMap
-from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
+from eplb_service.documents import Settings, VerdictRecord
+from eplb_service.errors import ConflictError, DeadlineError, StoreUnavailableError
+from eplb_service.generation import Generation, LiveMap
+from eplb_service.ids import DeploymentId, Epoch
 from eplb_service.leading import Leading
 from eplb_service.ledger import Ledger
 from eplb_service.load_report import Accepted, LoadReport, Refused
 from eplb_service.load_watch import LoadWatch
-from eplb_service.membership import Group
-from eplb_service.placement import Placement
+from eplb_service.outcomes import Outcomes
 from eplb_service.planner_context import PlannerContext
 from eplb_service.proposing import Decision
 from eplb_service.rollout_events import (
     Cancel,
     Fenced,
-    Finished,
-    LiveChanged,
-    Outcome,
-    Persist,
-    Persisted,
-    PersistFailed,
     RolloutState,
     Start,
 )
 from eplb_service.store.base import Leadership
 from eplb_service.telemetry import DeploymentGauges
-from eplb_service.topology import LinkKind
 from eplb_service.window import Windows
 from eplb_service.write_lane import WriteLane
 
@@ -63,7 +54,8 @@ class Deployment:
             Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
             lambda outcome: context.metrics.report_answered(name, outcome),
         )
-        self.carrier = Carrier(name, self, context.clock, self._count_message)
+        self.outcomes = Outcomes(self)
+        self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count)
         self.leading = Leading(
             name,
             context.store,
@@ -80,11 +72,8 @@ class Deployment:
         """Held while something is decided and published: one thing at a time."""
         self.plan_wanted = asyncio.Event()
         """Set when there may be something new to plan from."""
-        self.rollout_since_s: float | None = None
-        self._lane: WriteLane | None = None
-        self._resumable: Generation | None = None
-        self._observing: GenerationNumber | None = None
-        self._shown: object = None
+        self.lane: WriteLane | None = None
+        """Writes of the present leadership; None while there is none."""
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = structlog.get_logger("eplb.planner").bind(deployment=name)
@@ -111,34 +100,33 @@ class Deployment:
     async def begin(self, leadership: Leadership) -> None:
         """The lead was taken (`Led`)."""
         await self.ledger.load()
-        self._lane = WriteLane(
+        self.lane = WriteLane(
             self.context.store,
             leadership,
             new_id=self.context.new_id,
             on_health=self.context.health.note,
             on_fenced=self._fenced,
         )
-        self._resumable = self.ledger.unfinished()
-        self.rollout_since_s = None
+        self.outcomes.begin(self.ledger.unfinished())
         self.note("lead.taken", f"epoch {leadership.epoch}")
         self.carrier.lead(leadership.epoch, self.context.config.rollout.settings())
-        self._announce()
+        self.announce()
 
     async def end(self, reason: str) -> None:
         """The lead was lost, or is given up (`Led`)."""
         self.note("lead.ended", reason)
         self.carrier.step_down()
-        self.rollout_since_s = None
-        lane, self._lane = self._lane, None
+        self.outcomes.begin(None)
+        lane, self.lane = self.lane, None
         if lane is not None:
             await lane.close(DRAIN_S)
         self.load.live_in_motion()
-        self._announce()
+        self.announce()
 
     def _fenced(self, reason: str) -> None:
         """A write was refused: somebody leads with a higher epoch, or the store forgot ours."""
         epoch = self.leading.epoch
-        self.leading.lose(reason, floor=epoch)
+        self.leading.lose(reason, floor=epoch, fenced=True)
         self.carrier.feed(Fenced(Epoch(epoch + 1)))
 
     # ── from agents ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,186 +157,8 @@ class Deployment:
 
     def _window_closed(self, closed: Accepted) -> None:
         self.load.look(self.live)
-        rollout = self.carrier.rollout
-        if self._observing is not None and rollout is not None and rollout.live is not None:
-            observed = self.load.observed(rollout.live, closed, self.context.gate.min_coverage)
-            if observed is not None:
-                generation = self.ledger.generations.get(self._observing)
-                self._observing = None
-                if generation is not None:
-                    self.became(dataclasses.replace(generation, observed=observed))
-                    self._log.info(
-                        "generation.observed",
-                        generation=generation.number,
-                        predicted_worst=round(generation.predicted.worst, 4) if generation.predicted.per_layer else None,
-                        observed_worst=round(observed.worst, 4),
-                    )
+        self.outcomes.window_closed(closed)
         self.plan_wanted.set()
-
-    def _count_message(self, message: control.FromRank) -> None:
-        metrics = self.context.metrics
-        if isinstance(message, control.Staged):
-            received = message.received
-            links = {
-                LinkKind.SAME_RANK.value: received.same_rank,
-                LinkKind.SAME_NODE.value: received.same_node,
-                LinkKind.CROSS_NODE.value: received.cross_node,
-            }
-            metrics.bytes_received(self.name, links)
-        elif isinstance(message, control.Flipped):
-            metrics.flip_stalled(self.name, message.stall_s)
-
-    # ── what the carrier tells (`Carried`) ───────────────────────────────────────────────────────────────────────────────
-
-    def persist(self, effect: Persist) -> None:
-        """The start of a rollout must be stored before anything of it is sent."""
-        task = asyncio.create_task(self._persist(effect), name=f"start of rollout of {self.name}")
-        self._tasks.append(task)
-        task.add_done_callback(self._tasks.remove)
-
-    async def _persist(self, effect: Persist) -> None:
-        record, lane = effect.record, self._lane
-        generation = self.ledger.generations.get(record.generation)
-        if lane is None or generation is None:
-            self.carrier.feed(PersistFailed(effect.token, "the lead was given up"))
-            return
-        rolling = generation.rolling_out()
-        document = RolloutDocument(
-            epoch=record.epoch,
-            generation=record.generation,
-            digest=record.digest,
-            num_chunks=record.num_chunks,
-            num_layers=record.num_layers,
-        )
-        try:
-            await lane.commit({**self.ledger.rollout_puts(document), **self.ledger.generation_puts(rolling)})
-        except FencedError as error:
-            self.carrier.feed(PersistFailed(effect.token, str(error), fenced_by=Epoch(record.epoch + 1)))
-        except EplbError as error:
-            self.carrier.feed(PersistFailed(effect.token, str(error)))
-        else:
-            if self.ledger.generations.get(record.generation) is generation:
-                self.ledger.keep(rolling)
-            self.carrier.feed(Persisted(effect.token))
-
-    def live_changed(self, effect: LiveChanged) -> None:
-        """The live map is known, or a chunk flipped: recorded behind."""
-        flipped = effect.boundary is not None
-        self._behind(self.ledger.live_puts(effect.live), failpoint="planner.flipped.recorded" if flipped else "")
-        if flipped:
-            self.context.metrics.chunk_ended(self.name, "flipped")
-        else:
-            self.load.live_known(effect.live)
-            self._watch_for_observed(effect.live)
-        self._log.info("live.changed", generation=effect.live.newest_generation, boundary=effect.boundary, reason=effect.reason)
-        self.load.look(effect.live)
-        self.plan_wanted.set()
-        self._announce()
-
-    def rollout_finished(self, effect: Finished) -> None:
-        """A rollout ended: recorded behind."""
-        generation = self.ledger.generations.get(effect.generation)
-        active = effect.outcome is Outcome.ACTIVE
-        self._log.log(
-            20 if active else 30,
-            "rollout.finished",
-            generation=effect.generation,
-            outcome=effect.outcome.value,
-            reason=effect.reason,
-            seconds=round(effect.seconds, 3),
-        )
-        self.note("rollout.finished", f"generation {effect.generation} {effect.outcome.value}: {effect.reason}")
-        self.last_error = "" if active else f"generation {effect.generation}: {effect.reason}"
-        self.rollout_since_s = None
-        if self.carrier.rollout is not None and self.carrier.rollout.live is not None:
-            self.load.live_known(self.carrier.rollout.live)
-        if generation is None:
-            return
-        if active:
-            self._became_active(generation, effect)
-        else:
-            stopped = generation.stopped(effect.reason, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds)
-            self.became(stopped)
-        self.context.metrics.generation_ended(
-            self.name, "active" if active else "stopped", generation.moves.experts if active else 0
-        )
-        self._announce()
-
-    def _became_active(self, generation: Generation, effect: Finished) -> None:
-        for number in sorted(self.ledger.generations):
-            other = self.ledger.generations[number]
-            if number < generation.number and other.state in (GenerationState.ACTIVE, GenerationState.STOPPED):
-                self.became(other.superseded())
-        now_s = self.context.clock.wall()
-        self.became(generation.active(at_s=now_s, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds))
-        self._observing = generation.number
-
-    def _watch_for_observed(self, live: LiveMap) -> None:
-        """After a restart: the live generation may still lack what was observed under it."""
-        generation = self.ledger.generations.get(live.newest_generation)
-        if generation is not None and generation.state is GenerationState.ACTIVE and generation.observed is None:
-            self._observing = generation.number if live.placement.digest() == generation.digest else None
-
-    def outranked(self, epoch: Epoch) -> None:
-        """Ranks (or the store) saw a higher epoch: lead anew above it, if the lead is free."""
-        self.leading.lose(f"ranks have seen epoch {epoch}", floor=epoch)
-
-    def machine_failed(self, reason: str) -> None:
-        """The rollout machine broke: lead anew with a fresh one, which asks the ranks what is live."""
-        self.last_error = reason
-        self._log.error("rollout.machine_failed", reason=reason)
-        self.leading.lose(reason)
-
-    def noted(self, event: str, text: str, chunk_id: int, rank_id: int | None) -> None:
-        """For the journal; the chunk's own events are also logged."""
-        if event == "chunk.aborted":
-            self.context.metrics.chunk_ended(self.name, "aborted")
-        self._log.info(event, chunk=f"{chunk_id:#x}" if chunk_id else None, rank=rank_id, text=text)
-        self.note(event, text, chunk=chunk_id or None, rank=rank_id)
-
-    def progressed(self) -> None:
-        """The machine may have become free: resume what a predecessor left unfinished."""
-        progress = self.carrier.progress
-        if progress is not None and progress.generation is not None and self.rollout_since_s is None:
-            self.rollout_since_s = self.context.clock.monotonic()
-        if self._resumable is not None and self.is_free:
-            generation, self._resumable = self._resumable, None
-            self._resume(generation)
-        shown = None if progress is None else (progress.state, progress.generation, progress.chunks_done, self.is_free)
-        if shown != self._shown:
-            self._shown = shown
-            self.plan_wanted.set()
-            self._announce()
-
-    def group_changed(self, group: Group | None) -> None:
-        """A group formed, or is no more."""
-        self.load.group_changed(group)
-        self._observing = None
-        self.note("group.changed", f"group {group.group_id} of {len(group.rank_ids)} ranks" if group else "no group")
-
-    def _resume(self, generation: Generation) -> None:
-        """Carry on with the layers of a generation that are not live yet, or say why not."""
-        rollout, live = self.carrier.rollout, self.live
-        if rollout is None or live is None:
-            return
-        age_s = self.context.clock.wall() - generation.created_at_s
-        why = ""
-        if self.ledger.settings.paused:
-            why = "the deployment is paused"
-        elif not _same_shape(live.placement, generation.placement):
-            why = "the group has other ranks, layers or slots now"
-        elif rollout.generation_floor > generation.number:
-            why = f"ranks have seen generation {rollout.generation_floor}"
-        elif age_s > self.context.config.rollout.resume_age_s:
-            why = f"it was decided {age_s:.0f} s ago, at most {self.context.config.rollout.resume_age_s:.0f} s are allowed"
-        if why:
-            self._log.warning("rollout.dropped", generation=generation.number, reason=why)
-            self.note("rollout.dropped", f"generation {generation.number}: {why}")
-            self.became(generation.stopped(f"not resumed by the new leader: {why}"))
-            return
-        self._log.info("rollout.resumed", generation=generation.number, epoch=self.leading.epoch)
-        self.note("rollout.resumed", f"generation {generation.number}")
-        self.begin_rollout(generation)
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -389,7 +199,8 @@ class Deployment:
         """Return at the next change of the live map, a generation or the settings."""
         await self._changed.wait()
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Wake those who wait for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
@@ -409,7 +220,7 @@ class Deployment:
 
     def why_not_plan(self) -> str:
         """What speaks against a new generation now; empty when nothing does."""
-        if self._lane is None or self.carrier.rollout is None:
+        if self.lane is None or self.carrier.rollout is None:
             return f"this planner does not lead {self.name}: {self.leading.why_not}"
         if self.context.health.reason:
             return f"the store does not answer: {self.context.health.reason}"
@@ -460,7 +271,7 @@ class Deployment:
 
     def cancel_rollout(self, reason: str, *, by: str, withdraw: bool) -> None:
         """Stop a rollout after its open chunk, or with that withdrawn too."""
-        self._resumable = None
+        self.outcomes.forget_unfinished()
         progress = self.carrier.progress
         if progress is not None and progress.generation is not None:
             self.carrier.feed(Cancel(reason=reason, by=by, withdraw=withdraw))
@@ -469,24 +280,25 @@ class Deployment:
         self, puts: dict[str, bytes], expects: dict[str, int] | None = None, deletes: tuple[str, ...] = ()
     ) -> None:
         """Store this before going on. Raises ConflictError when this planner does not lead, and what the lane raises."""
-        if self._lane is None:
+        if self.lane is None:
             raise StoreUnavailableError(f"this planner does not lead {self.name}: {self.leading.why_not}")
-        await self._lane.commit(puts, expects=expects, deletes=deletes)
+        await self.lane.commit(puts, expects=expects, deletes=deletes)
 
     def became(self, generation: Generation) -> None:
         """What became of a generation: recorded behind."""
         self.ledger.keep(generation)
-        self._behind(self.ledger.generation_puts(generation))
+        self.behind(self.ledger.generation_puts(generation))
 
-    def _behind(self, puts: dict[str, bytes], failpoint: str = "") -> None:
-        if self._lane is not None:
-            self._lane.behind(puts, failpoint=failpoint)
+    def behind(self, puts: dict[str, bytes], failpoint: str = "") -> None:
+        """Store this when the store can."""
+        if self.lane is not None:
+            self.lane.behind(puts, failpoint=failpoint)
 
     def note(self, event: str, text: str, **more: object) -> None:
         """A journal entry, written behind."""
-        if self._lane is not None:
+        if self.lane is not None:
             entry = {"at_s": self.context.clock.wall(), "epoch": self.leading.epoch, "event": event, "text": text}
-            self._lane.note(entry | {key: value for key, value in more.items() if value is not None})
+            self.lane.note(entry | {key: value for key, value in more.items() if value is not None})
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -506,7 +318,7 @@ class Deployment:
             imbalance_mean=last.imbalance.mean if last else None,
             imbalance_worst=last.imbalance.worst if last else None,
             window_coverage=last.window.coverage if last else None,
-            rollout_age_s=now_s - self.rollout_since_s if self.rollout_since_s is not None else 0.0,
+            rollout_age_s=now_s - self.outcomes.rollout_since_s if self.outcomes.rollout_since_s is not None else 0.0,
             rollout_stalled=progress.stalled if progress is not None else False,
             ranks={state: states.count(state) for state in ("live", "away", "gone")},
             agents=self.carrier.num_agents,
@@ -514,9 +326,3 @@ class Deployment:
             epoch=self.leading.epoch,
             leading=self.carrier.rollout is not None,
         )
-
-
-def _same_shape(first: Placement, second: Placement) -> bool:
-    return len(first.tables) == len(second.tables) and all(
-        mine.same_shape(theirs) for mine, theirs in zip(first.tables, second.tables, strict=True)
-    )

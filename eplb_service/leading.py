@@ -47,7 +47,7 @@ class Leading:
         self.why_not = "the store was not asked yet"
         """Why nothing is led; empty while it is."""
         self._deployment, self._store, self._led = deployment, store, led
-        self._owner, self._lease_s = owner, lease_s
+        self._owner, self._name, self._lease_s = owner, owner, lease_s
         self._new_id, self._on_health = new_id, on_health
         self._floor = 0
         self._lost: asyncio.Future[str] | None = None
@@ -59,8 +59,14 @@ class Leading:
         """Begin to try."""
         self._task = asyncio.create_task(self._run(), name=f"lead of {self._deployment}")
 
-    def lose(self, reason: str, *, floor: int = 0) -> None:
-        """The lead is lost, or must be taken anew with an epoch above `floor`. Idempotent until it was taken again."""
+    def lose(self, reason: str, *, floor: int = 0, fenced: bool = False) -> None:
+        """The lead is lost, or must be taken anew with an epoch above `floor`. Idempotent until it was taken again.
+
+        fenced: the store refused us. Should another planner go by our name (a mistake), the lead would go to and fro: from
+        now on we are told apart, and wait until its lease lapses.
+        """
+        if fenced:
+            self._owner = f"{self._name[:100]}~{self._new_id()[:8]}"
         self._floor = max(self._floor, floor)
         if self._lost is not None and not self._lost.done():
             self._lost.set_result(reason)
@@ -143,6 +149,7 @@ class Leading:
                 self._on_health("")
             except FencedError as error:
                 self._on_health("")
+                self.lose(str(error), fenced=True)
                 return str(error)
             except EnvironmentFault as error:
                 # Nobody can lead while the store is away; whoever leads after it came back fences our writes.

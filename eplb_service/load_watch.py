@@ -62,9 +62,14 @@ class LoadWatch:
 
     def live_known(self, live: LiveMap) -> None:
         """The live map is this, and no flip can be under way."""
+        self.live_passed(live)
+        self._is_settled = True
+
+    def live_passed(self, live: LiveMap) -> None:
+        """A chunk made this the live map: windows that began or ended under it count, also after the last chunk."""
         if live.digest not in self._live_digests:
             self._live_digests.append(live.digest)
-        self._is_settled, self._expected = True, None
+        self._expected = None
 
     def live_in_motion(self) -> None:
         """A rollout begins: ranks may report live maps that are not known here yet."""

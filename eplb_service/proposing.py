@@ -88,6 +88,13 @@ def rank_loads_under(window: CombinedWindow, placement: Placement, group: Group)
     ]
 
 
+def same_shape(first: Placement, second: Placement) -> bool:
+    """Whether both are of the same layers, ranks and slots, so that one can follow the other."""
+    return len(first.tables) == len(second.tables) and all(
+        mine.same_shape(theirs) for mine, theirs in zip(first.tables, second.tables, strict=True)
+    )
+
+
 def moves_between(before: Placement, after: Placement, group: Group) -> MoveSummary:
     """What going from one placement to another moves, over all tables."""
     return _sum_of_moves(

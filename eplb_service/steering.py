@@ -26,7 +26,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
 from eplb_service.policy.registry import policy_names
-from eplb_service.proposing import Decision, imbalance_under, moves_between
+from eplb_service.proposing import Decision, imbalance_under, moves_between, same_shape
 
 ORDERS_MAX = 64
 STALE_PLAN_S = 60.0
@@ -234,7 +234,7 @@ class Steering:
             if group is None or live is None:
                 raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
             target = source.placement if source is not None else self._as_loaded(live.placement)
-            if not _same_shape(target, live.placement):
+            if not same_shape(target, live.placement):
                 raise ConflictError(
                     f"generation {number} of {deployment.name} was made for other ranks, layers or slots than there are now"
                 )
@@ -263,7 +263,7 @@ class Steering:
     def _as_loaded(self, live: Placement) -> Placement:
         """What the engine loaded by itself: as it was seen, else slot i holds expert i % E, as engines start."""
         loaded = self.deployment.ledger.loaded
-        if loaded is not None and _same_shape(loaded, live):
+        if loaded is not None and same_shape(loaded, live):
             return loaded
         return Placement(
             tuple(
@@ -375,9 +375,3 @@ def _checked_reason(reason: str) -> str:
     """A reason that can be shown: printable, cut to what fits."""
     cleaned = "".join(character if character.isprintable() else " " for character in reason)
     return cleaned[:REASON_CHARACTERS_MAX]
-
-
-def _same_shape(first: Placement, second: Placement) -> bool:
-    return len(first.tables) == len(second.tables) and all(
-        mine.same_shape(theirs) for mine, theirs in zip(first.tables, second.tables, strict=True)
-    )

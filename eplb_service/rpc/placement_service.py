@@ -13,7 +13,7 @@ from eplb_service.moves import MoveSummary, residency_moves
 from eplb_service.pb.v1 import placement_pb2, placement_pb2_grpc
 from eplb_service.placement import Placement
 from eplb_service.planner import Planner
-from eplb_service.proposing import moves_between
+from eplb_service.proposing import moves_between, same_shape
 from eplb_service.rpc.views import diff_view, generation_view, live_view
 from eplb_service.topology import LinkKind, Topology
 
@@ -76,10 +76,7 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         deployment = self._planner.deployment(request.deployment)
         before = await _placement_of(deployment, request.from_generation)
         after = await _placement_of(deployment, request.to_generation)
-        same = len(before.tables) == len(after.tables) and all(
-            mine.same_shape(theirs) for mine, theirs in zip(before.tables, after.tables, strict=True)
-        )
-        if not same:
+        if not same_shape(before, after):
             raise ConflictError(
                 f"generations {request.from_generation} and {request.to_generation} of {deployment.name} are of other ranks,"
                 " layers or slots: they cannot be compared slot by slot"

@@ -195,7 +195,7 @@ def _rollout_view(deployment: Deployment) -> admin_pb2.RolloutStatus:
         chunks_done=progress.chunks_done,
         chunks_total=progress.chunks_total,
         chunk_id=progress.chunk_id,
-        age_s=now_s - deployment.rollout_since_s if deployment.rollout_since_s is not None else 0.0,
+        age_s=now_s - deployment.outcomes.rollout_since_s if deployment.outcomes.rollout_since_s is not None else 0.0,
         stalled=progress.stalled,
         last_error=progress.last_error or deployment.last_error,
     )
