@@ -509,7 +509,8 @@ class Fleet:
                     process.kill()
                     process.join()
         assert not hanging, f"ranks at {hanging} closed their hooks but their processes do not end"
-        assert all(self.processes[position].exitcode == 0 for position in alive)
+        codes = {position: self.processes[position].exitcode for position in alive}
+        assert set(codes.values()) <= {0}, f"exit codes by rank: {codes}"
         return seconds
 
 
