@@ -419,6 +419,49 @@ def test_second_planner_waits_while_the_first_leads_and_says_so() -> None:
     run(scenario())
 
 
+def test_planner_that_took_the_same_name_by_mistake_does_not_make_the_lead_go_to_and_fro() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store, store__owner="twin", store__lease_s="1") as (first, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            async with planner(store, store__owner="twin", store__lease_s="1") as (second, _):
+                assert first.planner is not None
+                assert second.planner is not None
+                old, new = first.planner.deployment("chat").leading, second.planner.deployment("chat").leading
+                await until(lambda: new.epoch == 2, "the second to lead")
+                await until(lambda: old.epoch == 0 and "'twin' leads in epoch 2" in old.why_not, "the first to step down")
+                status = await status_of(fleet)
+                assert status.state == "waiting"
+                assert "does not lead" in status.reason
+                assert new.epoch == 2
+            await until(lambda: old.epoch == 3, "the first to lead again once the second resigned")
+            await reach(fleet, "ready")
+
+    run(scenario())
+
+
+def test_agent_process_that_goes_away_leaves_its_ranks_away_and_takes_them_up_again() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address):
+            async with Fleet(address) as first:
+                await reach(first, "ready")
+                rows = [dict(rank.rows) for rank in first.ranks]
+            async with Fleet(address, hold_hello=True) as second:
+
+                async def all_away() -> bool:
+                    ranks = (await status_of(second)).ranks
+                    return len(ranks) == 4 and all(rank.state == "away" for rank in ranks)
+
+                await until_true(all_away, "ranks without a stream to be shown as away")
+                second.hold_hello = False
+                await reach(second, "ready")
+                assert [dict(rank.rows) for rank in second.ranks] == rows
+                second.report(second.skewed())
+                await generation_of(second, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())
+
+
 def test_unknown_deployment_names_those_that_are_known() -> None:
     async def scenario() -> None:
         async with planner() as (_, address), Fleet(address) as fleet:
