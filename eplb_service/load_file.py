@@ -17,6 +17,8 @@ from eplb_service.errors import InvalidInputError
 
 Float64Array = npt.NDArray[np.float64]
 
+NUMPY_MAGIC = b"\x93NUMPY"
+
 LOAD_NAMES = ("loads", "counts", "logical_count", "load")
 """Array names looked for in an `.npz` of several arrays, in this order."""
 
@@ -57,8 +59,15 @@ def read_array(path: Path) -> npt.NDArray[np.generic]:
     except (OSError, EOFError) as error:
         raise InvalidInputError(f"cannot read {path}: {_why(error)}") from error
     except (ValueError, zipfile.BadZipFile) as error:
+        if not _head(path).startswith((NUMPY_MAGIC, b"PK")):
+            raise InvalidInputError(f"{path} is no numpy file: save it with numpy.save, or as .json") from error
         reason = "it holds Python objects, not numbers" if "pickle" in str(error).lower() else str(error)
         raise InvalidInputError(f"cannot read {path} as a numpy file: {reason}") from error
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(len(NUMPY_MAGIC))
 
 
 def _why(error: Exception) -> str:
