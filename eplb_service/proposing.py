@@ -9,7 +9,7 @@ from typing import Protocol
 from eplb_service.chunks import plan_chunks
 from eplb_service.dispatch import Dispatch, imbalance_of, rank_loads
 from eplb_service.errors import InvalidInputError, UnsupportedError
-from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, decide
+from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
 from eplb_service.ids import LayerRef
 from eplb_service.imbalance import Float64Array, Imbalance
@@ -133,6 +133,22 @@ def chunks_between(live: Placement, target: Placement, group: Group, layers_max:
             layers_max=layers_max,
         )
     )
+
+
+def nothing_to_gain(gate: GateConfig, now: Imbalance) -> Verdict | None:
+    """A verdict without a plan: even a perfect placement (imbalance 1) would gain less than the gate wants.
+
+    >>> nothing_to_gain(GateConfig(), Imbalance((1.2, 1.0))) is None
+    True
+    """
+    if now.mean - 1.0 >= gate.min_gain_mean or now.worst - 1.0 >= gate.min_gain_worst:
+        return None
+    reason = (
+        f"keep: mean over layers {now.mean:.4f} and worst layer {now.worst:.4f} leave less to gain than"
+        f" {gate.min_gain_mean:.4f} or {gate.min_gain_worst:.4f}, so no plan was made"
+    )
+    numbers = {"imbalance_mean_before": now.mean, "imbalance_worst_before": now.worst}
+    return Verdict(move=False, code=VerdictCode.GAIN_TOO_SMALL, reason=reason, numbers=numbers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,14 +19,14 @@ from eplb_service.config import MODES
 from eplb_service.deployment import Deployment
 from eplb_service.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
 from eplb_service.errors import ConflictError, EplbError, InvalidInputError
-from eplb_service.gate import VerdictCode
+from eplb_service.gate import Verdict, VerdictCode
 from eplb_service.generation import Generation
 from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
 from eplb_service.policy.registry import policy_names
-from eplb_service.proposing import Decision, imbalance_under, moves_between, same_shape
+from eplb_service.proposing import Decision, imbalance_under, moves_between, nothing_to_gain, same_shape
 
 ORDERS_MAX = 64
 STALE_PLAN_S = 60.0
@@ -114,6 +114,10 @@ class Steering:
         """Plan, ask the gate, publish when it says move and the mode is `auto`."""
         deployment = self.deployment
         async with deployment.planning:
+            early = self._screened()
+            if early is not None:
+                deployment.record_verdict(early)
+                return
             decision = await deployment.decide(deployment.ledger.settings.policy)
             verdict = self._verdict(decision)
             deployment.record_verdict(verdict)
@@ -121,6 +125,16 @@ class Steering:
             if not verdict.move or deployment.ledger.settings.mode != "auto" or deployment.why_not_plan():
                 return
             await self._publish(self._content(decision, verdict.reason), None, verdict)
+
+    def _screened(self) -> VerdictRecord | None:
+        """The answer where the load needs no plan, since the solver is dear."""
+        deployment = self.deployment
+        group, live = deployment.carrier.group, deployment.live
+        window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+        if group is None or live is None or window is None:
+            return None
+        verdict = nothing_to_gain(deployment.context.gate, imbalance_under(window, live.placement, group))
+        return self._recorded(verdict) if verdict is not None else None
 
     async def dry_run(self, policy: str) -> tuple[Decision, VerdictRecord]:
         """A decision that nothing follows from. Raises NotFoundError for an unknown policy, ConflictError."""
@@ -346,10 +360,13 @@ class Steering:
         move, code, reason = verdict.move, verdict.code.value, verdict.reason
         if move and decision.cannot_roll_out:
             move, code, reason = False, "cannot_roll_out", f"keep: {decision.cannot_roll_out} (the gate said {reason})"
+        return dataclasses.replace(self._recorded(verdict), move=move, code=code, reason=reason)
+
+    def _recorded(self, verdict: Verdict) -> VerdictRecord:
         return VerdictRecord(
-            move=move,
-            code=code,
-            reason=reason,
+            move=verdict.move,
+            code=verdict.code.value,
+            reason=verdict.reason,
             decided_at_s=self.deployment.context.clock.wall(),
             numbers=dict(verdict.numbers),
         )
