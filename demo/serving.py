@@ -15,6 +15,8 @@ from eplb_service.errors import BrokenInvariantError
 
 RATE_WINDOW_S = 3.0
 INSPECT_TIMEOUT_S = 15.0
+STEPS_KEPT = 4096
+"""Steps whose routing is remembered to compare ranks by: lock-step ranks are never so far apart."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,7 @@ class Serving:
         self._open: list[dict[int, _Open]] = [{} for _ in clients]
         self._recent: deque[tuple[float, int]] = deque()
         self._routed_by: dict[int, tuple[int, ...]] = {}
+        self._past_flips: list[int] = []
         self.accepting = True
         self.requests = 0
         self.tokens = 0
@@ -52,7 +55,9 @@ class Serving:
     @property
     def flip_boundaries(self) -> list[int]:
         """First boundary at which the generations that tokens were routed by changed, ascending."""
-        steps = sorted(self._routed_by)
+        return [*self._past_flips, *self._flips_among(sorted(self._routed_by))]
+
+    def _flips_among(self, steps: list[int]) -> list[int]:
         return [b for a, b in itertools.pairwise(steps) if self._routed_by[a] != self._routed_by[b]]
 
     def pump(self, now: float, *, wait_s: float = 0.0) -> None:
@@ -130,3 +135,12 @@ class Serving:
                 f" another rank by {known}: one batch saw two placements"
             )
         self.boundaries_compared += 1
+        if len(self._routed_by) > 2 * STEPS_KEPT:
+            self._forget_old_steps()
+
+    def _forget_old_steps(self) -> None:
+        """All ranks have passed steps that are so old; their flips are kept."""
+        steps = sorted(self._routed_by)
+        self._past_flips += self._flips_among(steps[: -STEPS_KEPT + 1])
+        for step in steps[:-STEPS_KEPT]:
+            del self._routed_by[step]

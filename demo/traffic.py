@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Traffic:
             kind: prompts(kind, PROMPTS_OF_A_KIND, length=prompt_bytes, seed=seed + index) for index, kind in enumerate(KINDS)
         }
         self._used = dict.fromkeys(KINDS, 0)
-        self._ids: Iterator[int] = iter(range(seed * 1_000_000 + 1, (seed + 1) * 1_000_000))
+        self._ids: Iterator[int] = itertools.count(seed * 1_000_000 + 1)  # no end: ranks may be kept busy for days
         self.kind = KINDS[0]
 
     def next(self) -> Prompt:

@@ -9,7 +9,7 @@ import pytest
 
 from agent.engine.reference.messages import Ended, EndReason, FromEngine, NewToken, NewTokens, Rejected
 from demo.oracle import Served
-from demo.serving import Serving
+from demo.serving import STEPS_KEPT, Serving
 from demo.traffic import Traffic
 from eplb_service.errors import BrokenInvariantError
 
@@ -128,3 +128,16 @@ def test_prompts_follow_from_the_seed_and_ids_are_unique(traffic: Traffic) -> No
     assert {prompt.request_id for prompt in first}.isdisjoint(prompt.request_id for prompt in different)
     again.kind = "logs"
     assert again.next().kind == "logs"
+
+
+def test_flips_are_remembered_over_days_of_steps_and_steps_are_not(bench: Bench) -> None:
+    request = bench.ranks[0].asked[0]
+    flips = [1000, 4100, 9000, 12_287]
+    for step in range(3 * STEPS_KEPT):
+        generation = sum(step >= flip for flip in flips)
+        bench.ranks[0].token(request, 65, boundary=step, generations=(generation, generation))
+        bench.ranks[1].token(bench.ranks[1].asked[0], 65, boundary=step, generations=(generation, generation))
+        bench.serving.pump(0.001 * step)
+    assert bench.serving.flip_boundaries == flips
+    assert len(bench.serving._routed_by) <= 2 * STEPS_KEPT
+    assert bench.serving.boundaries_compared == 6 * STEPS_KEPT
