@@ -38,6 +38,8 @@ from eplb_service.pb.v1 import admin_pb2, placement_pb2
 
 DEPLOYMENT = DeploymentId("whole")
 WAIT_S = 45.0
+START_S = 100.0
+"""The first start on a machine compiles the planner's kernels."""
 CALL_TIMEOUT_S = 5.0
 TURN_S = 0.02
 HELD_POSITION = 2
@@ -177,11 +179,12 @@ class WholeFleet:
 
     def start_service(self) -> None:
         """Start planner and agent process, and wait until they and all ranks have found one another."""
-        for part in (self.planner, self.agent):
+        parts = (self.planner, self.agent)
+        for part in parts:
             part.start()
             self._stack.callback(part.stop)
         self._started = True
-        self.until(lambda: all(part.ready_file.exists() for part in (self.planner, self.agent)), "planner and agent process")
+        self.until(lambda: all(part.ready_file.exists() for part in parts), "planner and agent process", START_S)
         self.until_ready()
 
     def kill(self, part: Supervised) -> None:
