@@ -54,6 +54,7 @@ class Chronicle:
             rollout_s=view.rollout_s,
             flip_boundaries=tuple(view.flip_boundaries),
             state=state_text(view.state),
+            by_operator=view.policy == "rollback" or "forced by an operator" in view.reason,
         )
 
     def _note_generations(self, now: float) -> None:

@@ -130,22 +130,26 @@ def _moved_slots_served(evidence: Evidence) -> Check:
 
 
 def _chosen_by_the_gate(result: DemoResult) -> Check:
-    rows = result.generations
+    rows = [row for row in result.generations if not row.by_operator]
+    ordered = [row.generation for row in result.generations if row.by_operator]
     without = [row.generation for row in rows if not row.reason]
     still = [row.generation for row in rows if row.moves == 0]
     return Check(
-        "the gate chose every generation from windows, and each moved weights",
+        "the gate chose every generation that nobody ordered from windows, and each moved weights",
         passed=bool(rows) and not without and not still,
         detail=f"{len(rows)} generations, {sum(row.moves for row in rows)} experts moved"
-        + (f"; without a reason: {without}, without moves: {still}" if without or still else ""),
+        + (f"; without a reason: {without}, without moves: {still}" if without or still else "")
+        + (f"; ordered by an operator: {ordered}" if ordered else ""),
     )
 
 
 def _gain(result: DemoResult) -> Check:
-    gains = result.comparisons
+    ordered = {row.generation for row in result.generations if row.by_operator}
+    gains = [comparison for comparison in result.comparisons if comparison.generation not in ordered]
     text = ", ".join(f"generation {c.generation}: {c.before.worst:.3f} -> {c.after.worst:.3f}" for c in gains)
     return Check(
-        "on the same later window every generation is better than the one before (worst layer)",
+        "on the same later window every generation of the gate's is better than the one before (worst layer)",
         passed=len(gains) >= FLIPS_MIN and all(c.after.worst < c.before.worst for c in gains),
-        detail=text or "no generation served long enough to compare",
+        detail=(text or "no generation served long enough to compare")
+        + (f"; ordered by an operator, not compared: {sorted(ordered)}" if ordered else ""),
     )

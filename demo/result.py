@@ -61,7 +61,10 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRow:
-    """One generation, as the planner recorded it, and when it was seen live. Seconds since the start of serving."""
+    """One generation, as the planner recorded it, and when it was seen live. Seconds since the start of serving.
+
+    by_operator: ordered past the gate (`eplb rollback`, `eplb rebalance --force`): it need not be a gain.
+    """
 
     generation: int
     phase: str
@@ -76,6 +79,7 @@ class GenerationRow:
     rollout_s: float
     flip_boundaries: tuple[int, ...]
     state: str
+    by_operator: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

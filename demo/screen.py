@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from demo.result import DemoResult
 
+PIPED_WIDTH = 200
 BLOCKS = " ▁▂▃▄▅▆▇█"
 NOTE = "Ranks share this machine's cores, so step time hardly follows load: the gate runs with a configured cost model."
 
@@ -118,7 +120,9 @@ class Screen:
     def __init__(self, *, quiet: bool) -> None:
         self.view = View()
         self._quiet = quiet
-        self._console = Console(highlight=False, stderr=False)
+        plain = Console(highlight=False, stderr=False)
+        wide = not plain.is_terminal and "COLUMNS" not in os.environ
+        self._console = Console(highlight=False, width=PIPED_WIDTH) if wide else plain
         self._live: Live | None = None
 
     def __enter__(self) -> Self:
@@ -137,7 +141,7 @@ class Screen:
         stamped = f"{self.view.seconds:6.1f} s  {text}"
         self.view.events.append(stamped)
         if self._live is None and not self._quiet:
-            self._console.print(Text(stamped))
+            self._console.print(Text(stamped), soft_wrap=True)
 
     def refresh(self) -> None:
         """Draw again."""

@@ -34,6 +34,10 @@ def _imbalance(view: Any, name: str) -> str:
     return imbalance_text(value.mean_over_layers, value.worst_layer)
 
 
+def _worst(view: Any, name: str) -> str:
+    return f"{getattr(view, name).worst_layer:.3f}" if view.HasField(name) else "-"
+
+
 @click.group(short_help="The history of placements, with reasons.")
 def generations() -> None:
     """List generations, or show one whole.
@@ -49,7 +53,7 @@ def generations() -> None:
 @output_option
 @planner_options
 def list_generations(deployment: str | None, limit: int, output: str, client: PlannerClient) -> None:
-    """List the newest generations of a deployment. Imbalance is mean over layers / worst layer.
+    """List the newest generations of a deployment, with the imbalance of their worst layer.
 
     \b
     Example:  eplb generations list -d chat-decode --limit 5
@@ -65,10 +69,7 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
             view.generation,
             state_text(view.state),
             clock_text(view.created_at_s),
-            view.policy,
-            _imbalance(view, "before"),
-            _imbalance(view, "predicted"),
-            _imbalance(view, "observed"),
+            *(_worst(view, name) for name in ("before", "predicted", "observed")),
             view.moves.experts,
             bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node),
             view.stop_reason or view.reason,
@@ -78,9 +79,9 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
     if not rows:
         click.echo(f"{name} has no generation yet: it routes as the engine loaded it (generation 0)")
         return
-    columns = ("generation", "state", "made", "policy", "before", "predicted", "observed", "moves", "bytes", "why")
-    print_table("", columns, rows, right=("generation", "moves", "bytes"), cut=("why",))
-    click.echo("imbalance: mean over layers / worst layer; `eplb generations show NUMBER` tells all of one")
+    columns = ("generation", "state", "made", "before", "predicted", "observed", "moves", "bytes", "why")
+    print_table("", columns, rows, right=columns[:1] + columns[3:8], cut=("why",))
+    click.echo("before, predicted, observed: imbalance of the worst layer; `eplb generations show NUMBER` tells all of one")
 
 
 @generations.command("show", short_help="One generation, whole.")

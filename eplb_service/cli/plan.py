@@ -141,7 +141,7 @@ def _dry_run(output: str, **options: Any) -> None:
     screen = console()
     volume = bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node)
     screen.print(f"would move {view.moves.experts} experts, {volume}")
-    print_fact("gate", f"{reply.verdict.reason} [{reply.verdict.code}]")
+    print_fact("gate", f"{reply.verdict.reason} [{reply.verdict.code}]", width=4)
     if reply.verdict.move:
-        print_fact("", f"`eplb rebalance -d {name}` would carry it out")
+        print_fact("", f"`eplb rebalance -d {name}` would carry it out", width=4)
     screen.print(f"solved in {reply.solve_s:.3f} s; {LEGEND}", style="dim")

@@ -37,9 +37,9 @@ def _order(client: PlannerClient, method: Any, request: Any, output: str) -> Non
         click.echo(f"{name}: generation {reply.generation} is published; `eplb generations show {reply.generation}` follows it")
     else:
         click.echo(f"{name}: kept, nothing was published")
-    print_fact("why", f"{reply.verdict.reason} [{reply.verdict.code}]")
+    print_fact("why", f"{reply.verdict.reason} [{reply.verdict.code}]", width=3)
     if not reply.generation and reply.verdict.code != "no_change":
-        print_fact("", "`eplb rebalance --force` skips the gate (never the verification)")
+        print_fact("", "`eplb rebalance --force` skips the gate (never the verification)", width=3)
 
 
 @click.command(short_help="Plan and roll out now.")

@@ -205,7 +205,7 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
     assert "idempotency key 'one' was used before to rebalance" in chat("rollback", "0", "--key", "one", code=4)
 
     listed = chat("generations", "list", "--limit", "5").splitlines()
-    assert listed[0].split()[:4] == ["generation", "state", "made", "policy"]
+    assert listed[0].split()[:4] == ["generation", "state", "made", "before"]
     assert listed[1].split()[:2] == ["1", "active"]
     shown = chat("generations", "show", "1")
     for words in ("chat generation 1: active", "why", "moves", "flipped at steps", "decision to last flip"):

@@ -30,7 +30,7 @@ NAMES = {
     "same rows": "all ranks hold the same routing tables",
     "weights": "weights follow the map",
     "moved": "slots that moved then served",
-    "gate": "the gate chose every generation",
+    "gate": "the gate chose every generation that nobody ordered",
     "gain": "on the same later window",
 }
 
@@ -192,6 +192,15 @@ def no_better(case: Case) -> None:
 
 def only_one_comparison(case: Case) -> None:
     case.result.comparisons.pop()
+
+
+def test_what_an_operator_ordered_need_not_be_a_gain_nor_come_from_the_gate(digests: dict[int, tuple[int, ...]]) -> None:
+    case = Case(digests)
+    case.result.generations.append(replace(generation(3), by_operator=True, moves=0))
+    case.result.comparisons.append(comparison(3, before=210.0, after=300.0))
+    checks = case.checks()
+    assert [check for check in checks if not check.passed] == []
+    assert [check.detail.split(": ")[-1] for check in checks if "ordered by an operator" in check.detail] == ["[3]", "[3]"]
 
 
 @pytest.mark.parametrize(
