@@ -29,6 +29,7 @@ from eplb_service.planner import Planner
 from eplb_service.planner_context import PlannerContext, StoreHealth
 from eplb_service.policy.registry import policy_names
 from eplb_service.proposing import Proposer
+from eplb_service.rpc.channel import server_credentials
 from eplb_service.rpc.server import RpcServer
 from eplb_service.solver import Solver
 from eplb_service.store.base import Store
@@ -82,6 +83,9 @@ class Service:
     async def _start(self) -> Ready:
         config = self.config
         _check_policy(config.planning.policy)
+        listen = config.listen
+        tls = (Path(name) if name else None for name in (listen.tls_cert, listen.tls_key, listen.tls_client_ca))
+        credentials = server_credentials(*tls)
         await self.store.start()
         store_name = await self.store.ping()
         metrics_port = 0
@@ -107,7 +111,11 @@ class Service:
         )
         self.planner = Planner(context, store_name=store_name)
         self._server = RpcServer(
-            self.planner, host=config.listen.host, port=config.listen.port, message_bytes=config.limits.message_bytes
+            self.planner,
+            host=config.listen.host,
+            port=config.listen.port,
+            message_bytes=config.limits.message_bytes,
+            credentials=credentials,
         )
         port = await self._server.start()
         await self.solver.start()

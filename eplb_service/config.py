@@ -28,6 +28,9 @@ class ListenConfig:
 
     host: str = setting("127.0.0.1", "address that gRPC is served on; 0.0.0.0 for all")
     port: int = setting(DEFAULT_PORT, "port that gRPC is served on; 0 picks a free one", low=0, high=65535)
+    tls_cert: str | None = setting(None, "PEM file of the planner's certificate chain; with tls_key turns TLS on", kind=str)
+    tls_key: str | None = setting(None, "PEM file of the key of tls_cert", kind=str)
+    tls_client_ca: str | None = setting(None, "PEM file: only clients whose certificate it signed may call", kind=str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

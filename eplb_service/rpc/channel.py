@@ -93,6 +93,21 @@ def client_credentials(tls: TlsFiles) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(_pem(tls.ca, "CA"), _pem(tls.key, "key"), _pem(tls.certificate, "certificate"))
 
 
+def server_credentials(certificate: Path | None, key: Path | None, client_ca: Path | None) -> grpc.ServerCredentials | None:
+    """Credentials of a planner's port; None without a certificate: then it is served in the clear.
+
+    Raises InvalidInputError for a file that cannot be read, a certificate without key, a client CA without either.
+    """
+    if (certificate is None) != (key is None):
+        raise InvalidInputError("listen.tls_cert and listen.tls_key go together; give both or neither")
+    chain, secret, roots = _pem(certificate, "certificate"), _pem(key, "key"), _pem(client_ca, "client CA")
+    if chain is None or secret is None:
+        if roots is not None:
+            raise InvalidInputError("listen.tls_client_ca needs TLS: give listen.tls_cert and listen.tls_key too")
+        return None
+    return grpc.ssl_server_credentials([(secret, chain)], roots, require_client_auth=roots is not None)
+
+
 def _pem(path: Path | None, what: str) -> bytes | None:
     if path is None:
         return None

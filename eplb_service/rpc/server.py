@@ -37,10 +37,12 @@ SERVICE_NAMES = (
 
 
 class RpcServer:
-    """Serves a planner. Health says NOT_SERVING until `set_serving`."""
+    """Serves a planner. Health says NOT_SERVING until `set_serving`. credentials: None = in the clear."""
 
-    def __init__(self, planner: Planner, *, host: str, port: int, message_bytes: int) -> None:
-        self._host, self._port = host, port
+    def __init__(
+        self, planner: Planner, *, host: str, port: int, message_bytes: int, credentials: grpc.ServerCredentials | None = None
+    ) -> None:
+        self._host, self._port, self._credentials = host, port, credentials
         self._health = health_aio.HealthServicer()
         self._agents = AgentService(planner)
         self._log = structlog.get_logger("eplb.planner")
@@ -70,7 +72,10 @@ class RpcServer:
             )
         host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            port = self._server.add_insecure_port(f"{host}:{self._port}")
+            if self._credentials is None:
+                port = self._server.add_insecure_port(f"{host}:{self._port}")
+            else:
+                port = self._server.add_secure_port(f"{host}:{self._port}", self._credentials)
         except RuntimeError as error:
             raise EnvironmentFault(f"gRPC cannot be served on {self._host}:{self._port}: {error}") from None
         await self.set_serving(serving=False)
