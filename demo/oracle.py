@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import queue
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,7 @@ def compare(request_id: int, served: Sequence[int], right: Sequence[int]) -> Jud
 def _judge(requests: Queue[Served | None], results: Queue[Judged]) -> None:
     """Main function of the oracle's process: imports the example model and nothing of the product's path."""
     die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the demo decides
     os.nice(5)
     from examples.tiny_moe.generate import Oracle  # noqa: PLC0415  (torch only in this process)
     from examples.tiny_moe.model import TinyMoe  # noqa: PLC0415

@@ -51,6 +51,7 @@ class Supervised:
                 stderr=log,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.environment},
+                start_new_session=True,  # a terminal's Ctrl-C is for the demo alone: it ends with the proof
                 preexec_fn=die_with_parent,  # noqa: PLW1509  (one thread runs here)
             )
 
