@@ -1,0 +1,121 @@
+"""The documentation against the code: command lines parse, links lead somewhere, tables of variables are complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from agent.hook.config import VARIABLES, HookConfig
+from demo.ranks import ranks
+from eplb_service.cli.root import root
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").glob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+def command_lines(text: str) -> Iterator[list[str]]:
+    """Words after `eplb` of every command line: in code blocks, and in `code` that has more than a command's name."""
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line for block in blocks for line in block.splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    lines += [code.replace("\n", " ") for code in re.findall(r"`(eplb [^`]+)`", prose)]
+    for line in lines:
+        found = re.match(r"(?:\$ |.* -- |.* exec \S+ )?(?:\w+=\S+ )*eplb ((?!:)\S.*)", line.strip())
+        if found and found[1] != "=":
+            yield shlex.split(found[1], comments=True)
+
+
+def parse(words: list[str]) -> None:
+    """Have click read a command line, without running it. Placeholders of the text stand for values."""
+    filled = ["1" if word in {"NUMBER", "N"} else word for word in words if word != "…"]
+    command: click.Command = root
+    context = click.Context(root, info_name="eplb")
+    while isinstance(command, click.Group):
+        if not filled or filled[0].startswith("-"):
+            command.make_context("eplb", filled or ["--version"], resilient_parsing=True)
+            return
+        found = command.get_command(context, filled[0])
+        if found is None:
+            raise click.UsageError(f"no such command {filled[0]}")
+        command, filled = found, filled[1:]
+    if "--help" in filled:
+        filled.remove("--help")
+        command.make_context("eplb", filled, resilient_parsing=True)
+    elif filled:
+        command.make_context("eplb", filled)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_command_line_is_one_that_the_commands_take(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EPLB_PLANNER", "127.0.0.1:7470")
+    wrong = []
+    for words in command_lines(page.read_text()):
+        try:
+            parse(words)
+        except click.ClickException as error:
+            wrong.append(f"eplb {shlex.join(words)}: {error.format_message()}")
+    assert wrong == []
+
+
+def test_command_lines_are_found_and_wrong_ones_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EPLB_PLANNER", raising=False)
+    block = "$ eplb status --nope\nA=b eplb rollback 1  # back\neplb: no command\nkubectl exec p -- eplb status\n"
+    text = f"`eplb plan -d x` and\n```\n{block}```\n"
+    found = list(command_lines(text))
+    assert found == [["status", "--nope"], ["rollback", "1"], ["status"], ["plan", "-d", "x"]]
+    parse(found[1])
+    for words in (found[0], ["rollback", "x"], ["stauts"], ["placement", "shwo"], ["generations", "list", "--limit", "0"]):
+        with pytest.raises(click.ClickException):
+            parse(words)
+    quick_start = list(command_lines((ROOT / "docs" / "quickstart.md").read_text()))
+    assert len(quick_start) > 20
+    assert {words[0] for words in quick_start} >= {"demo", "serve", "agent", "status", "plan", "rebalance", "rollback", "pause"}
+
+
+def test_command_lines_of_the_demo_ranks_parse() -> None:
+    lines = [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("python -m demo.ranks")]
+    assert lines
+    for line in lines:
+        ranks.make_context("ranks", shlex.split(line)[3:])
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "examples" / "tiny_moe" / "README.md"], ids=lambda page: page.parent.name + "/" + page.name
+)
+def test_every_relative_link_leads_to_a_file(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    targets = [target for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose) if "://" not in target]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_table_of_the_hooks_variables_is_complete_and_its_defaults_are_true() -> None:
+    text = (ROOT / "docs" / "quickstart.md").read_text()
+    rows = dict(re.findall(r"^\| `(EPLB_\w+)` \| ([^|]+) \|", text, re.MULTILINE))
+    assert list(rows) == list(VARIABLES)
+    defaults = {field.name: field.default for field in dataclasses.fields(HookConfig)}
+    for variable, shown in rows.items():
+        name = VARIABLES[variable][0]
+        default = 0 if name == "staging_bytes" else defaults[name]
+        absent = default is None or default is dataclasses.MISSING
+        assert shown == ("–" if absent else str(default).lower() if isinstance(default, bool) else str(default)), variable
+
+
+def test_files_of_settings_in_the_documentation_load(tmp_path: Path) -> None:
+    from eplb_service.config import load_config
+
+    blocks = [
+        block for page in PAGES for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+    assert blocks
+    for block in blocks:
+        file = tmp_path / "planner.toml"
+        file.write_text(block)
+        assert load_config(file=file).given()
