@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from tests.integration.whole_fleet import compile_kernels
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 SECONDS = 10.0
@@ -59,6 +61,7 @@ class Story:
 @pytest.fixture(scope="module")
 def stories() -> Iterator[dict[str, Story]]:
     """All runs, side by side."""
+    compile_kernels()
     with ExitStack() as stack:
         running = {fault: stack.enter_context(started(fault)) for fault in (NO_FAULT, *FAULTS)}
         for process in running.values():

@@ -35,11 +35,11 @@ from eplb_service.errors import ConflictError, EnvironmentFault
 from eplb_service.failpoints import VARIABLE
 from eplb_service.ids import DeploymentId, RankId
 from eplb_service.pb.v1 import admin_pb2, placement_pb2
+from eplb_service.policy.registry import load_policy
+from eplb_service.policy.warm_up import warm_up_policy
 
 DEPLOYMENT = DeploymentId("whole")
 WAIT_S = 45.0
-START_S = 100.0
-"""The first start on a machine compiles the planner's kernels."""
 CALL_TIMEOUT_S = 5.0
 TURN_S = 0.02
 HELD_POSITION = 2
@@ -121,6 +121,7 @@ class WholeFleet:
         self._in_flight = in_flight
 
     def __enter__(self) -> Self:
+        compile_kernels()
         try:
             self.oracle = OracleProcess()
             self.oracle.start()
@@ -184,7 +185,7 @@ class WholeFleet:
             part.start()
             self._stack.callback(part.stop)
         self._started = True
-        self.until(lambda: all(part.ready_file.exists() for part in parts), "planner and agent process", START_S)
+        self.until(lambda: all(part.ready_file.exists() for part in parts), "planner and agent process")
         self.until_ready()
 
     def kill(self, part: Supervised) -> None:
@@ -404,6 +405,11 @@ def held(hold: Hold) -> Iterator[Hold]:
         yield hold
     finally:
         hold.open()
+
+
+def compile_kernels() -> None:
+    """Have the planner's kernels compiled and kept on disk: once on a machine, and not beside ranks that take its cores."""
+    warm_up_policy(load_policy("greedy"), "greedy")
 
 
 def rows_of(inspection: Inspection) -> list[tuple[int, ...]]:
