@@ -31,7 +31,7 @@ from eplb_service.control import (
     ToRank,
 )
 from eplb_service.errors import InvalidInputError
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 FROM_HOOK: tuple[type, ...] = (Registration, LoadReport, Live, Staged, Refused, Armed, Committed, Flipped, Disarmed, Pulse)
 """What hooks may say."""

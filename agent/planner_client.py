@@ -16,11 +16,11 @@ from eplb_service.attach import FromAgent
 from eplb_service.control import Registration, ToRank
 from eplb_service.errors import DeadlineError, EnvironmentFault, EplbError, InvalidInputError
 from eplb_service.ids import DeploymentId
-from eplb_service.load_report import LoadReport
 from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc
 from eplb_service.rpc.channel import TlsFiles, open_channel, parse_target
 from eplb_service.rpc.convert import from_agent_to_pb, registration_to_pb, report_to_pb, to_rank_from_pb
 from eplb_service.rpc.status import error_of
+from eplb_service.window.report import LoadReport
 
 REGISTER_TIMEOUT_S = 5.0
 WRITE_TIMEOUT_S = 10.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, RankId
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 ReportKey = tuple[RankId, Incarnation, GroupId, int]
 

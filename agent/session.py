@@ -54,7 +54,7 @@ from eplb_service.attach import Attach, Gone
 from eplb_service.control import Address, Disarm, FromRank, Hello, Registration, ToRank
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.ids import DeploymentId, Epoch, Incarnation, RankId, chunk_epoch
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 AWAY_BACKOFF_S = (0.2, 5.0)
 """First and longest pause between tries while the planner is away."""

@@ -10,7 +10,7 @@ from agent.frames import RegistrationAnswer
 from eplb_service.attach import FromAgent
 from eplb_service.control import FromRank, Registration, ToRank
 from eplb_service.ids import RankId
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 LinkId = NewType("LinkId", int)
 """One connection of a hook; never reused within a process."""

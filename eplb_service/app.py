@@ -25,13 +25,13 @@ from eplb_service import __version__, failpoints, log
 from eplb_service.clock import SystemClock
 from eplb_service.config import EMBEDDED, LoadedConfig, ServeConfig
 from eplb_service.errors import EnvironmentFault, EplbError, InvalidInputError
-from eplb_service.planner import Planner
-from eplb_service.planner_context import PlannerContext, StoreHealth
+from eplb_service.planner.context import PlannerContext, StoreHealth
+from eplb_service.planner.planner import Planner
+from eplb_service.planner.proposing import Proposer
 from eplb_service.policy.registry import policy_names
-from eplb_service.proposing import Proposer
 from eplb_service.rpc.channel import server_credentials
 from eplb_service.rpc.server import RpcServer
-from eplb_service.solver import Solver
+from eplb_service.solver.solver import Solver
 from eplb_service.store.base import Store
 from eplb_service.store.open import open_store
 from eplb_service.telemetry import Metrics, MetricsServer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import CostModel, GateConfig
-from eplb_service.rollout_events import RolloutSettings
+from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
 

@@ -20,7 +20,7 @@ from agent.frames import HEAD, Decoder, RegistrationAnswer, Welcome, encode, fra
 from agent.hook.outbox import Outbox
 from eplb_service.control import Arm, Disarm, Hello, Registration, Stage, ToRank
 from eplb_service.errors import InvalidInputError
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 CONNECT_TIMEOUT_S = 2.0
 WELCOME_TIMEOUT_S = 5.0

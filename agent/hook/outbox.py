@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from eplb_service.control import FromRank
-from eplb_service.load_report import LoadReport
+from eplb_service.window.report import LoadReport
 
 MESSAGES_MAX = 1024
 

@@ -21,7 +21,7 @@ from agent.hook.outbox import Outbox
 from agent.transfer.streams import DeviceEvent, Streams
 from eplb_service.control import Address
 from eplb_service.ids import LayerRef, Phase
-from eplb_service.load_report import CountBasis, LoadReport, Semantics, TableCounts
+from eplb_service.window.report import CountBasis, LoadReport, Semantics, TableCounts
 
 HOST_BUFFERS = 2
 

@@ -9,7 +9,7 @@ import click
 
 from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_fact, print_json, print_table
 from eplb_service.dispatch import Dispatch
-from eplb_service.offline import TIME_LIMIT_S, OfflinePlan
+from eplb_service.offline.plan import TIME_LIMIT_S, OfflinePlan
 
 # A rank that waits on a busier one loses time: what the numbers mean, once, under every table.
 LEGEND = "imbalance is max rank load / mean rank load; mean over layers / worst layer; 1 is perfect"
@@ -64,9 +64,9 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
 
 
 def _offline(load: Path, output: str, **options: Any) -> None:
-    from eplb_service.load_file import read_loads  # noqa: PLC0415  (keeps `eplb plan --help` quick)
-    from eplb_service.offline import plan_offline  # noqa: PLC0415
-    from eplb_service.placement_file import Expectation, read_placement, write_placement  # noqa: PLC0415
+    from eplb_service.offline.load_file import read_loads  # noqa: PLC0415  (keeps `eplb plan --help` quick)
+    from eplb_service.offline.placement_file import Expectation, read_placement, write_placement  # noqa: PLC0415
+    from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
     from eplb_service.topology import Topology  # noqa: PLC0415
 
     loads = read_loads(load)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from eplb_service.documents import RequestRecord
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc
-from eplb_service.planner import Planner
+from eplb_service.planner.documents import RequestRecord
+from eplb_service.planner.planner import Planner
 from eplb_service.rpc.views import proposal_view, settings_view, status_view, verdict_view
 
 Context = Any

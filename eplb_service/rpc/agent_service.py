@@ -11,21 +11,21 @@ from typing import Any
 import structlog
 
 from eplb_service import failpoints
-from eplb_service.agent_link import AgentLink
 from eplb_service.attach import Attach
 from eplb_service.control import Arm, Stage
-from eplb_service.deployment import Deployment
 from eplb_service.errors import EplbError, InvalidInputError, NotFoundError
-from eplb_service.load_report import Accepted
 from eplb_service.log import ReasonLog
 from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc
-from eplb_service.planner import Planner
+from eplb_service.planner.agent_link import AgentLink
+from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.planner import Planner
 from eplb_service.rpc.convert import (
     from_agent_from_pb,
     registration_from_pb,
     report_from_pb,
     to_rank_to_pb,
 )
+from eplb_service.window.report import Accepted
 
 Context = Any
 _FAILPOINTS = {Stage: "planner.stage.sent", Arm: "planner.arm.sent"}

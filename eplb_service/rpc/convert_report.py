@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import DeploymentId
-from eplb_service.load_report import CountBasis, LoadReport, Semantics, TableCounts
 from eplb_service.pb.v1 import agent_pb2, common_pb2
 from eplb_service.rpc import fields
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
+from eplb_service.window.report import CountBasis, LoadReport, Semantics, TableCounts
 
 UNKNOWN_LAYER = (1 << 32) - 1
 """Layer id on the wire of counts whose layer the recorder did not know."""

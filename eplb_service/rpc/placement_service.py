@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from eplb_service.deployment import Deployment
 from eplb_service.errors import ConflictError, NotFoundError
 from eplb_service.generation import LiveMap
 from eplb_service.moves import MoveSummary, residency_moves
 from eplb_service.pb.v1 import placement_pb2, placement_pb2_grpc
 from eplb_service.placement import Placement
-from eplb_service.planner import Planner
-from eplb_service.proposing import moves_between, same_shape
+from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.planner import Planner
+from eplb_service.planner.proposing import moves_between, same_shape
 from eplb_service.rpc.views import diff_view, generation_view, live_view
 from eplb_service.topology import LinkKind, Topology
 

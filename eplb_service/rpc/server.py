@@ -19,7 +19,7 @@ from eplb_service.pb.v1 import (
     placement_pb2,
     placement_pb2_grpc,
 )
-from eplb_service.planner import Planner
+from eplb_service.planner.planner import Planner
 from eplb_service.rpc.admin_service import AdminService
 from eplb_service.rpc.agent_service import AgentService
 from eplb_service.rpc.channel import SERVER_OPTIONS

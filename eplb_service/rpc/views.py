@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from eplb_service.carrier import RankFacts
-from eplb_service.deployment import Deployment
-from eplb_service.documents import Settings, VerdictRecord
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.pb.v1 import admin_pb2, common_pb2, placement_pb2
 from eplb_service.placement import Placement
-from eplb_service.planner import Planner
-from eplb_service.proposing import Decision
-from eplb_service.rollout_events import RolloutState
+from eplb_service.planner.carrier import RankFacts
+from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.documents import Settings, VerdictRecord
+from eplb_service.planner.planner import Planner
+from eplb_service.planner.proposing import Decision
+from eplb_service.rollout.events import RolloutState
 from eplb_service.rpc.arrays import array_to_pb
 from eplb_service.rpc.convert import address_to_pb, layer_to_pb, phase_to_pb, placement_to_pb
 from eplb_service.topology import LinkKind

@@ -29,11 +29,11 @@ from eplb_service.control import (
 )
 from eplb_service.errors import EplbError, NotFoundError
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, Phase, RankId, chunk_id
-from eplb_service.load_report import LoadReport, Semantics, TableCounts
 from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from eplb_service.rpc.channel import SERVER_OPTIONS
 from eplb_service.rpc.convert import from_agent_from_pb, registration_from_pb, report_from_pb, to_rank_to_pb
 from eplb_service.rpc.status import StatusInterceptor
+from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 DEADLINE_S = 15.0
 TO_HOOK: tuple[type, ...] = (Welcome, RegistrationAnswer, Hello, Stage, Arm, Disarm)

@@ -57,8 +57,8 @@ from eplb_service.ids import (
     RankId,
     chunk_id,
 )
-from eplb_service.load_report import LoadReport
 from eplb_service.placement import logical_to_physical, row_digest
+from eplb_service.window.report import LoadReport
 
 MODEL = "tiny"
 NUM_LOGICAL = 6

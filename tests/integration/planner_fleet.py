@@ -50,11 +50,11 @@ from eplb_service.ids import (
     RankId,
     chunk_epoch,
 )
-from eplb_service.load_report import LoadReport, Semantics, TableCounts
 from eplb_service.pb.v1 import admin_pb2_grpc, agent_pb2, agent_pb2_grpc, placement_pb2_grpc
 from eplb_service.placement import Table, row_digest
 from eplb_service.rpc import convert
 from eplb_service.rpc.channel import open_channel
+from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 MODEL = "tiny"
 WAIT_S = 20.0

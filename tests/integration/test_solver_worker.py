@@ -19,7 +19,7 @@ import pytest
 from eplb_service.errors import EplbError, InvalidInputError, NotFoundError, PolicyFailedError
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, PlanningProblem
-from eplb_service.solver import Solver
+from eplb_service.solver.solver import Solver
 from eplb_service.topology import Topology
 
 pytestmark = pytest.mark.process
@@ -351,7 +351,7 @@ def test_loads_are_reduced_to_the_shape_that_a_policy_declares_vllm_ascend_12650
 def test_worker_dies_when_its_parent_is_killed(plug_in: Path) -> None:
     program = textwrap.dedent("""
         import asyncio, sys
-        from eplb_service.solver import Solver
+        from eplb_service.solver.solver import Solver
         async def main():
             solver = Solver(policies=())
             await solver.start()

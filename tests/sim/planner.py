@@ -10,7 +10,7 @@ from eplb_service.errors import EplbError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber
 from eplb_service.imbalance import Imbalance
-from eplb_service.membership import (
+from eplb_service.membership.machine import (
     Attached,
     Detached,
     Gone,
@@ -22,8 +22,7 @@ from eplb_service.membership import (
     WeightsSeen,
 )
 from eplb_service.moves import NO_MOVES
-from eplb_service.rollout import Rollout
-from eplb_service.rollout_events import (
+from eplb_service.rollout.events import (
     Alarm,
     Cancel,
     Effect,
@@ -44,6 +43,7 @@ from eplb_service.rollout_events import (
     Start,
     Tick,
 )
+from eplb_service.rollout.machine import Rollout
 from tests.sim.fleet import DEPLOYMENT, Fleet, _short
 from tests.sim.world import World
 

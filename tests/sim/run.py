@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from agent.hook.chunk_events import ChunkState
-from eplb_service.rollout_events import Outcome, RolloutState
+from eplb_service.rollout.events import Outcome, RolloutState
 from tests.sim.fleet import Fleet
 from tests.sim.planner import PlannerProcess, SimStore
 from tests.sim.world import ViolationError, World

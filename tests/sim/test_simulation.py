@@ -8,12 +8,12 @@ import pytest
 
 from agent.hook import chunk_events as hook
 from agent.hook.chunk import ChunkMachine
-from eplb_service import open_chunk
 from eplb_service.control import Disarm, Disarmed, Flipped, Live
 from eplb_service.generation import LiveMap
-from eplb_service.live_replies import LiveReplies
-from eplb_service.open_chunk import FlippedEverywhere, NeverFlips, OpenChunk
-from eplb_service.rollout_events import RolloutState
+from eplb_service.rollout import open_chunk
+from eplb_service.rollout.events import RolloutState
+from eplb_service.rollout.live_replies import LiveReplies
+from eplb_service.rollout.open_chunk import FlippedEverywhere, NeverFlips, OpenChunk
 from tests.sim.run import Run
 from tests.sim.world import ViolationError
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from eplb_service.agent_link import AgentLink
 from eplb_service.control import Address, Arm
 from eplb_service.ids import ChunkId, GroupId, Incarnation, RankId
+from eplb_service.planner.agent_link import AgentLink
 
 TO = Address(RankId(0), Incarnation(1), GroupId(2))
 

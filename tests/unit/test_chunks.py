@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.chunks import PlannedChunk, plan_chunks
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef, RankId
 from eplb_service.moves import residency_moves
 from eplb_service.placement import Placement, Table, row_digest
+from eplb_service.rollout.chunks import PlannedChunk, plan_chunks
 from eplb_service.topology import LinkKind, Topology
 
 M = "m"

@@ -10,7 +10,7 @@ import pytest
 from eplb_service.config import ServeConfig, load_config
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import GateConfig
-from eplb_service.rollout_events import RolloutSettings
+from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import settings_of
 
 COST = {

@@ -41,7 +41,6 @@ from eplb_service.control import (
 )
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
-from eplb_service.load_report import CountBasis, LoadReport, Semantics, TableCounts
 from eplb_service.pb.v1 import agent_pb2, common_pb2
 from eplb_service.placement import Placement, Table
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
@@ -61,6 +60,7 @@ from eplb_service.rpc.convert import (
     to_rank_from_pb,
     to_rank_to_pb,
 )
+from eplb_service.window.report import CountBasis, LoadReport, Semantics, TableCounts
 
 BITS_63 = st.integers(0, (1 << 63) - 1)
 CHUNKS = st.integers(1, (1 << 63) - 1).map(ChunkId)

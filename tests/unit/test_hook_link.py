@@ -18,7 +18,7 @@ from agent.hook.link import Link
 from agent.hook.outbox import Outbox
 from eplb_service.control import Address, Armed, Hello, Pulse, Registration, ToRank
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GroupId, Incarnation, Phase, RankId
-from eplb_service.load_report import LoadReport, Semantics, TableCounts
+from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 WAIT_S = 10.0
 ADDRESS = Address(RankId(4), Incarnation(9), GroupId(2))

@@ -15,8 +15,8 @@ from agent.hook.recorder import Recorder
 from agent.transfer.streams import DeviceEvent, HostStreams
 from eplb_service.control import Address, Armed, Pulse
 from eplb_service.ids import ChunkId, GroupId, Incarnation, LayerRef, Phase, RankId
-from eplb_service.load_report import Expected, LoadReport, TableShape
-from eplb_service.report_check import check_identity, check_range, extract_counts
+from eplb_service.window.report import Expected, LoadReport, TableShape
+from eplb_service.window.report_check import check_identity, check_range, extract_counts
 
 ADDRESS = Address(RankId(4), Incarnation(9), GroupId(2))
 A, B, DRAFT = LayerRef("m", 3), LayerRef("m", 7), LayerRef("draft", 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.load_file import read_loads
+from eplb_service.offline.load_file import read_loads
 
 MATRIX = [[1.0, 2.5, 0.0], [4.0, 5.0, 6.0]]
 

@@ -8,11 +8,11 @@ import numpy as np
 
 from eplb_service.generation import LiveMap
 from eplb_service.ids import GenerationNumber, Phase
-from eplb_service.load_report import Accepted, LoadReport, Refusal, Refused, Semantics, TableCounts
-from eplb_service.load_watch import LoadWatch
-from eplb_service.membership import Group
+from eplb_service.membership.machine import Group
 from eplb_service.placement import Placement, Table
-from eplb_service.window import Windows
+from eplb_service.planner.load_watch import LoadWatch
+from eplb_service.window.report import Accepted, LoadReport, Refusal, Refused, Semantics, TableCounts
+from eplb_service.window.windows import Windows
 from tests.unit.test_membership import rank, ready
 
 

@@ -9,7 +9,7 @@ import pytest
 from eplb_service.control import Address, LayerInfo, LiveLayer, ModelInfo, Registration
 from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError, StaleError, UnsupportedError
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
-from eplb_service.membership import (
+from eplb_service.membership.machine import (
     Attached,
     Detached,
     Gone,

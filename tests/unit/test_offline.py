@@ -11,9 +11,9 @@ import pytest
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedError
 from eplb_service.ids import RankId
-from eplb_service.offline import plan_offline
+from eplb_service.offline.placement_file import Expectation, read_placement
+from eplb_service.offline.plan import plan_offline
 from eplb_service.placement import Table
-from eplb_service.placement_file import Expectation, read_placement
 from eplb_service.policy.base import PlanningProblem, RawPlan
 
 LOADS = np.random.default_rng(2).gamma(0.5, 100, (3, 4, 10))
@@ -94,7 +94,7 @@ def test_policy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         def plan(self, problem: PlanningProblem) -> RawPlan:
             raise ZeroDivisionError(f"{problem.current.num_layers} layers")
 
-    monkeypatch.setattr("eplb_service.offline.load_policy", lambda _: Raises())
+    monkeypatch.setattr("eplb_service.offline.plan.load_policy", lambda _: Raises())
     with pytest.raises(PolicyFailedError, match="policy 'plug-in' raised ZeroDivisionError: 2 layers"):
         plan_offline(LOADS, num_ranks=4, slots_per_rank=3, policy="plug-in")
 

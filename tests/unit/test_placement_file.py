@@ -10,8 +10,8 @@ import pytest
 
 from eplb_service.errors import EnvironmentFault, InvalidInputError
 from eplb_service.ids import RankId
+from eplb_service.offline.placement_file import Expectation, placement_document, read_placement, write_placement
 from eplb_service.placement import Table
-from eplb_service.placement_file import Expectation, placement_document, read_placement, write_placement
 
 RANKS = (RankId(4), RankId(9))
 TABLE = Table("m", (3, 60), 4, RANKS, np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, -1, 1]], np.int32))

@@ -8,7 +8,7 @@ import pytest
 from agent.reporter import Reporter, ReportKey
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, Phase, RankId
-from eplb_service.load_report import LoadReport, Semantics, TableCounts
+from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 ALL = frozenset(RankId(rank) for rank in range(8))
 

@@ -45,11 +45,10 @@ from eplb_service.ids import (
     chunk_id,
 )
 from eplb_service.imbalance import Imbalance
-from eplb_service.membership import Group, GroupLost, GroupReady, RankAttached, RankDetached
+from eplb_service.membership.machine import Group, GroupLost, GroupReady, RankAttached, RankDetached
 from eplb_service.moves import NO_MOVES
 from eplb_service.placement import Placement, Table
-from eplb_service.rollout import Rollout
-from eplb_service.rollout_events import (
+from eplb_service.rollout.events import (
     Alarm,
     AlarmCleared,
     AlarmCode,
@@ -71,6 +70,7 @@ from eplb_service.rollout_events import (
     Start,
     Tick,
 )
+from eplb_service.rollout.machine import Rollout
 
 EPOCH = Epoch(5)
 LAYERS = (LayerRef("m", 0), LayerRef("m", 1))

@@ -47,7 +47,7 @@ from eplb_service.control import (
     ToRank,
 )
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, Phase, RankId, chunk_id
-from eplb_service.load_report import LoadReport, Semantics, TableCounts
+from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 ACCEPTED = RegistrationAnswer(accepted=True, reason="")
 L1, L2, L3 = LinkId(1), LinkId(2), LinkId(3)

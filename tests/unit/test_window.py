@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, Phase, RankId
-from eplb_service.window import (
+from eplb_service.window.windows import (
     Accepted,
     Alarm,
     CombinedWindow,

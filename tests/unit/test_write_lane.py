@@ -13,9 +13,9 @@ import pytest
 
 from eplb_service.errors import ConflictError, FencedError, StoreUnavailableError
 from eplb_service.ids import DeploymentId
+from eplb_service.planner.write_lane import COMMITS_WAITING_MAX, JOURNAL_WAITING_MAX, WriteLane
 from eplb_service.store.base import Leadership, Write
 from eplb_service.store.memory import MemoryStore
-from eplb_service.write_lane import COMMITS_WAITING_MAX, JOURNAL_WAITING_MAX, WriteLane
 
 NAME = DeploymentId("d")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from eplb_service.ids import CHUNK_SEQUENCE_BITS, ChunkId, Epoch, chunk_epoch, chunk_id
-from eplb_service.rollout_events import NO_CHUNK
+from eplb_service.rollout.events import NO_CHUNK
 
 
 class ChunkIds:

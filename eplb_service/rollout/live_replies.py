@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 from eplb_service.control import Disarm, Hello, Live
 from eplb_service.generation import LiveMap
-from eplb_service.group import Group
 from eplb_service.ids import ChunkId, Epoch, RankId
-from eplb_service.rollout_events import Alarm, AlarmCode, Effect, RolloutSettings, RolloutState, Send
+from eplb_service.membership.group import Group
+from eplb_service.rollout.events import Alarm, AlarmCode, Effect, RolloutSettings, RolloutState, Send
 
 
 class LiveReplies:

@@ -6,19 +6,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from eplb_service.chunks import plan_chunks
 from eplb_service.dispatch import Dispatch, imbalance_of, rank_loads
 from eplb_service.errors import InvalidInputError, UnsupportedError
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
 from eplb_service.ids import LayerRef
 from eplb_service.imbalance import Float64Array, Imbalance
-from eplb_service.load_report import CombinedTable, CombinedWindow, TableShape
-from eplb_service.membership import Group
+from eplb_service.membership.machine import Group
 from eplb_service.moves import MoveSummary, residency_moves
 from eplb_service.placement import Placement, Table
 from eplb_service.policy.base import Constraints, PlanningProblem, Proposal
+from eplb_service.rollout.chunks import plan_chunks
 from eplb_service.topology import LinkKind
+from eplb_service.window.report import CombinedTable, CombinedWindow, TableShape
 
 
 class Solver(Protocol):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from eplb_service.chunks import PlannedChunk, plan_chunks
 from eplb_service.errors import InvalidInputError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.group import Group
 from eplb_service.ids import GenerationNumber
+from eplb_service.membership.group import Group
+from eplb_service.rollout.chunks import PlannedChunk, plan_chunks
 
 
 def chunks_to_roll_out(

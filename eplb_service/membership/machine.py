@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from eplb_service.control import Address, Registration
 from eplb_service.errors import NotFoundError, StaleError
-from eplb_service.group import Group
 from eplb_service.ids import DeploymentId, GroupId, Incarnation, RankId
-from eplb_service.registration_check import check_agreement, check_registration
+from eplb_service.membership.group import Group
+from eplb_service.membership.registration_check import check_agreement, check_registration
 
 __all__ = [
     "Attached",

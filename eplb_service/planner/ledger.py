@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eplb_service import documents
-from eplb_service.documents import RequestRecord, RolloutDocument, Settings
 from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.generation_codec import (
@@ -22,6 +20,8 @@ from eplb_service.generation_codec import (
 )
 from eplb_service.ids import DeploymentId, GenerationNumber
 from eplb_service.placement import Placement
+from eplb_service.planner import documents
+from eplb_service.planner.documents import RequestRecord, RolloutDocument, Settings
 from eplb_service.store.base import Store
 
 GENERATIONS_KEPT = 64

@@ -20,17 +20,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, get_args
 
-from eplb_service.chunk_ids import ChunkIds
 from eplb_service.control import Address, Flipped, Hello, Live, Pulse
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.generation import AS_LOADED, LiveMap
-from eplb_service.group import Group
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber
-from eplb_service.live_replies import LiveReplies
-from eplb_service.membership import GroupLost, GroupReady, RankAttached, RankDetached
-from eplb_service.open_chunk import ChunkAnswer
-from eplb_service.readiness import Readiness
-from eplb_service.rollout_events import (
+from eplb_service.membership.group import Group
+from eplb_service.membership.machine import GroupLost, GroupReady, RankAttached, RankDetached
+from eplb_service.rollout.chunk_ids import ChunkIds
+from eplb_service.rollout.events import (
     NO_CHUNK,
     Alarm,
     AlarmCleared,
@@ -54,8 +51,11 @@ from eplb_service.rollout_events import (
     Start,
     Tick,
 )
-from eplb_service.rollout_run import Run
-from eplb_service.rollout_start import chunks_to_roll_out
+from eplb_service.rollout.live_replies import LiveReplies
+from eplb_service.rollout.open_chunk import ChunkAnswer
+from eplb_service.rollout.readiness import Readiness
+from eplb_service.rollout.run import Run
+from eplb_service.rollout.start import chunks_to_roll_out
 
 
 class Rollout:

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from eplb_service.chunk_ids import ChunkIds
-from eplb_service.chunks import PlannedChunk
 from eplb_service.control import Address, Live, Pulse
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.group import Group
 from eplb_service.ids import ChunkId, GenerationNumber, RankId
-from eplb_service.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
-from eplb_service.readiness import Readiness
-from eplb_service.rollout_events import (
+from eplb_service.membership.group import Group
+from eplb_service.rollout.chunk_ids import ChunkIds
+from eplb_service.rollout.chunks import PlannedChunk
+from eplb_service.rollout.events import (
     NO_CHUNK,
     Alarm,
     Cancel,
@@ -34,6 +32,8 @@ from eplb_service.rollout_events import (
     RolloutSettings,
     RolloutState,
 )
+from eplb_service.rollout.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
+from eplb_service.rollout.readiness import Readiness
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The process in which policies run: `python -m eplb_service.solver_worker FD PARENT_PID MEMORY_BYTES POLICY…`.
+"""The process in which policies run: `python -m eplb_service.solver.worker FD PARENT_PID MEMORY_BYTES POLICY…`.
 
 It dies with its parent, may not use more memory than allowed, and sends one reply for each problem. Started by `solver.Solver`.
 """
@@ -22,7 +22,7 @@ from eplb_service.policy.base import PlanningProblem, Policy
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
-from eplb_service.solver_frames import LENGTH, encode_reply
+from eplb_service.solver.frames import LENGTH, encode_reply
 
 PR_SET_PDEATHSIG = 1
 CALLER_ERRORS: dict[type[CallerError], str] = {

@@ -13,7 +13,7 @@ from enum import StrEnum
 from eplb_service.control import FromRank, ToRank
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
-from eplb_service.membership import GroupLost, GroupReady, RankAttached, RankDetached
+from eplb_service.membership.machine import GroupLost, GroupReady, RankAttached, RankDetached
 
 NO_CHUNK = ChunkId(0)
 """No chunk is open."""

@@ -12,21 +12,21 @@ import contextlib
 import structlog
 
 from eplb_service import control
-from eplb_service.agent_link import AgentLink
 from eplb_service.attach import FromAgent
-from eplb_service.carrier import Carrier
-from eplb_service.documents import Settings, VerdictRecord
 from eplb_service.errors import ConflictError, DeadlineError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import DeploymentId, Epoch
-from eplb_service.leading import Leading
-from eplb_service.ledger import Ledger
-from eplb_service.load_report import Accepted, LoadReport, Refused
-from eplb_service.load_watch import LoadWatch
-from eplb_service.outcomes import Outcomes
-from eplb_service.planner_context import PlannerContext
-from eplb_service.proposing import Decision
-from eplb_service.rollout_events import (
+from eplb_service.planner.agent_link import AgentLink
+from eplb_service.planner.carrier import Carrier
+from eplb_service.planner.context import PlannerContext
+from eplb_service.planner.documents import Settings, VerdictRecord
+from eplb_service.planner.leading import Leading
+from eplb_service.planner.ledger import Ledger
+from eplb_service.planner.load_watch import LoadWatch
+from eplb_service.planner.outcomes import Outcomes
+from eplb_service.planner.proposing import Decision
+from eplb_service.planner.write_lane import WriteLane
+from eplb_service.rollout.events import (
     Cancel,
     Fenced,
     RolloutState,
@@ -34,8 +34,8 @@ from eplb_service.rollout_events import (
 )
 from eplb_service.store.base import Leadership
 from eplb_service.telemetry import DeploymentGauges
-from eplb_service.window import Windows
-from eplb_service.write_lane import WriteLane
+from eplb_service.window.report import Accepted, LoadReport, Refused
+from eplb_service.window.windows import Windows
 
 DRAIN_S = 2.0
 HOUSEKEEPING_S = 1.0

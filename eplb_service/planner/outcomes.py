@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING
 import structlog
 
 from eplb_service import control
-from eplb_service.documents import RolloutDocument
 from eplb_service.errors import EplbError, FencedError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber
-from eplb_service.load_report import Accepted
-from eplb_service.membership import Group
-from eplb_service.proposing import same_shape
-from eplb_service.rollout_events import Finished, LiveChanged, Outcome, Persist, Persisted, PersistFailed
+from eplb_service.membership.machine import Group
+from eplb_service.planner.documents import RolloutDocument
+from eplb_service.planner.proposing import same_shape
+from eplb_service.rollout.events import Finished, LiveChanged, Outcome, Persist, Persisted, PersistFailed
 from eplb_service.topology import LinkKind
+from eplb_service.window.report import Accepted
 
 if TYPE_CHECKING:
-    from eplb_service.deployment import Deployment
+    from eplb_service.planner.deployment import Deployment
 
 
 class Outcomes:

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.chunks import PlannedChunk
 from eplb_service.control import (
     Address,
     Arm,
@@ -38,10 +37,11 @@ from eplb_service.control import (
     Staged,
     ToRank,
 )
-from eplb_service.group import Group
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, LayerRef, RankId
+from eplb_service.membership.group import Group
 from eplb_service.placement import Int32Array
-from eplb_service.rollout_events import Alarm, AlarmCode, Effect, Note, RolloutSettings, RolloutState, Send
+from eplb_service.rollout.chunks import PlannedChunk
+from eplb_service.rollout.events import Alarm, AlarmCode, Effect, Note, RolloutSettings, RolloutState, Send
 
 ChunkAnswer = Staged | Armed | Refused | Committed | Flipped | Disarmed
 

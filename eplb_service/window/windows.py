@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, RankId
-from eplb_service.load_report import (
+from eplb_service.window.combined import GroupWindow, combine_windows
+from eplb_service.window.report import (
     Accepted,
     Alarm,
     CombinedTable,
@@ -30,8 +31,7 @@ from eplb_service.load_report import (
     TableCounts,
     TableShape,
 )
-from eplb_service.report_check import CountArray, check_identity, check_range, extract_counts, one_layer_alarm
-from eplb_service.window_sum import GroupWindow, combine_windows
+from eplb_service.window.report_check import CountArray, check_identity, check_range, extract_counts, one_layer_alarm
 
 __all__ = [
     "LATENESS_WINDOWS",

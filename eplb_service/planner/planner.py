@@ -8,11 +8,11 @@ import structlog
 
 from eplb_service import __version__
 from eplb_service.control import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Registration
-from eplb_service.deployment import Deployment
 from eplb_service.errors import ConflictError, EnvironmentFault, EplbError, NotFoundError, UnsupportedError
 from eplb_service.ids import DeploymentId
-from eplb_service.planner_context import PlannerContext
-from eplb_service.steering import Steering
+from eplb_service.planner.context import PlannerContext
+from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.steering import Steering
 
 NAMES_SHOWN = 20
 STOP_S = 3.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from eplb_service.control import Live, Pulse
-from eplb_service.group import Group
 from eplb_service.ids import RankId
+from eplb_service.membership.group import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.load_report import Alarm, CountBasis, Expected, LoadReport, Refusal, Refused, TableCounts, TableShape
+from eplb_service.window.report import Alarm, CountBasis, Expected, LoadReport, Refusal, Refused, TableCounts, TableShape
 
 SUB_WINDOWS_MAX = 256
 

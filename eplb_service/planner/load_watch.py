@@ -12,11 +12,11 @@ import structlog
 from eplb_service.errors import EplbError
 from eplb_service.generation import LiveMap
 from eplb_service.imbalance import Float64Array, Imbalance
-from eplb_service.load_report import Accepted, CombinedWindow, Expected, LoadReport, Refusal, Refused
 from eplb_service.log import ReasonLog
-from eplb_service.membership import Group
-from eplb_service.proposing import imbalance_under, rank_loads_under, shapes_of
-from eplb_service.window import Windows
+from eplb_service.membership.machine import Group
+from eplb_service.planner.proposing import imbalance_under, rank_loads_under, shapes_of
+from eplb_service.window.report import Accepted, CombinedWindow, Expected, LoadReport, Refusal, Refused
+from eplb_service.window.windows import Windows
 
 LIVE_DIGESTS_KEPT = 64
 

@@ -10,7 +10,7 @@ import structlog
 from eplb_service.clock import Clock
 from eplb_service.config import ServeConfig
 from eplb_service.gate import GateConfig
-from eplb_service.proposing import Proposer
+from eplb_service.planner.proposing import Proposer
 from eplb_service.store.base import Store
 from eplb_service.telemetry import Metrics
 

@@ -14,16 +14,16 @@ from typing import Protocol
 
 import structlog
 
-from eplb_service import control, membership
-from eplb_service.agent_link import AgentLink
+from eplb_service import control
 from eplb_service.attach import Attach, FromAgent, Gone
 from eplb_service.clock import Clock
 from eplb_service.control import Address
 from eplb_service.errors import EplbError
 from eplb_service.ids import DeploymentId, Epoch, RankId
-from eplb_service.membership import Group, GroupLost, GroupReady, Membership, MembershipChange, RankDetached, Ready
-from eplb_service.rollout import Rollout
-from eplb_service.rollout_events import (
+from eplb_service.membership import machine as membership
+from eplb_service.membership.machine import Group, GroupLost, GroupReady, Membership, MembershipChange, RankDetached, Ready
+from eplb_service.planner.agent_link import AgentLink
+from eplb_service.rollout.events import (
     Alarm,
     AlarmCleared,
     Effect,
@@ -40,6 +40,7 @@ from eplb_service.rollout_events import (
     Send,
     Tick,
 )
+from eplb_service.rollout.machine import Rollout
 
 
 @dataclass(slots=True)

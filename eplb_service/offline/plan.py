@@ -16,8 +16,8 @@ import numpy.typing as npt
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
 from eplb_service.imbalance import Imbalance
+from eplb_service.offline.placement_file import placement_document
 from eplb_service.placement import Table
-from eplb_service.placement_file import placement_document
 from eplb_service.policy.base import Constraints, PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from eplb_service.errors import EnvironmentFault, InvalidInputError
 from eplb_service.ids import RankId
-from eplb_service.load_file import as_numbers, read_array, read_json
+from eplb_service.offline.load_file import as_numbers, read_array, read_json
 from eplb_service.placement import Table
 
 FORMAT = "eplb-placement"

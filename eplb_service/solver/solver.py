@@ -30,7 +30,7 @@ from eplb_service.errors import (
 )
 from eplb_service.policy.base import PlanningProblem, Proposal, RawPlan
 from eplb_service.policy.verify import verify
-from eplb_service.solver_frames import FRAME_BYTES_MAX, LENGTH, decode_reply
+from eplb_service.solver.frames import FRAME_BYTES_MAX, LENGTH, decode_reply
 
 MEMORY_BYTES = 4 << 30
 START_TIMEOUT_S = 120.0
@@ -218,7 +218,7 @@ class Solver:
                     sys.executable,
                     "-P",
                     "-m",
-                    "eplb_service.solver_worker",
+                    "eplb_service.solver.worker",
                     *(str(theirs.fileno()), str(os.getpid()), str(self._memory_bytes), *self._policies),
                     stdin=asyncio.subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),

@@ -16,8 +16,6 @@ import structlog
 
 from eplb_service import failpoints
 from eplb_service.config import MODES
-from eplb_service.deployment import Deployment
-from eplb_service.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
 from eplb_service.errors import ConflictError, EplbError, InvalidInputError
 from eplb_service.gate import Verdict, VerdictCode
 from eplb_service.generation import Generation
@@ -25,8 +23,10 @@ from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
+from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
+from eplb_service.planner.proposing import Decision, imbalance_under, moves_between, nothing_to_gain, same_shape
 from eplb_service.policy.registry import policy_names
-from eplb_service.proposing import Decision, imbalance_under, moves_between, nothing_to_gain, same_shape
 
 ORDERS_MAX = 64
 STALE_PLAN_S = 60.0

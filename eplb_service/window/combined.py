@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from eplb_service.ids import GroupId, RankId
-from eplb_service.load_report import (
+from eplb_service.noise import Float64Array
+from eplb_service.window.report import (
     Alarm,
     CombinedTable,
     CombinedWindow,
@@ -16,8 +17,7 @@ from eplb_service.load_report import (
     Semantics,
     TableShape,
 )
-from eplb_service.noise import Float64Array
-from eplb_service.report_check import CountArray
+from eplb_service.window.report_check import CountArray
 
 
 @dataclass(slots=True, eq=False)

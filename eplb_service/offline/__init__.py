@@ -1,0 +1,1 @@
+"""Plans from files, with nothing else running."""

@@ -1,0 +1,1 @@
+"""The planner's shell: runs what the pure machines decide, for every deployment."""

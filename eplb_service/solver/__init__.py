@@ -1,0 +1,1 @@
+"""Runs policies in a bounded process of their own."""
