@@ -123,7 +123,7 @@ class FakePlanner(agent_pb2_grpc.AgentServiceServicer, Changes):
         self._server = grpc.aio.server(
             options=SERVER_OPTIONS, interceptors=[StatusInterceptor(lambda method, error: print(method, repr(error)))]
         )
-        agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        agent_pb2_grpc.add_AgentServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
 

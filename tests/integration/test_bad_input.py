@@ -141,7 +141,7 @@ def as_user(*words: str, environment: Mapping[str, str] = {}) -> tuple[int, str]
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
-        env=clean_environment() | environment,
+        env={**clean_environment(), **environment},
         check=False,
     )
     return done.returncode, done.stderr

@@ -78,7 +78,7 @@ def test_operator_rebalances_with_the_command_and_tokens_change_placement_at_the
     fleet.until(lambda: (status := fleet.status()) is not None and status.window_tokens > 0, "a window to plan from")
     known = len(fleet.served)
     answer = command("rebalance", "--planner", fleet.address, "--force", "--output", "json")
-    number = int(answer["generation"])
+    number = int(str(answer["generation"]))
     view = fleet.until_over(number)
     assert state_text(view.state) == "active"
     fleet.serve_tokens(100)

@@ -92,8 +92,8 @@ class Case:
         self.oracle: Any = SimpleNamespace(
             judged=[Judged(1, 8, 0, -1, -1), Judged(2, 8, 0, -1, -1)], waiting=0, tokens_checked=16, mismatches=0
         )
-        self.ledger: Any = SimpleNamespace(moved_slots=lambda: self.moved)
         self.moved = [MovedSlots(1, 3, 3), MovedSlots(2, 3, 3)]
+        self.ledger: Any = SimpleNamespace(moved_slots=lambda: self.moved)
         self.inspections = [inspection(rank, digests) for rank in range(2)]
 
     def checks(self) -> list[Check]:
