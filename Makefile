@@ -19,6 +19,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "setting up $(VENV) (once; about a minute, torch and ortools are large)"
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?" >&2; exit 1; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m eplb_service.policy.warm_up  # compiles the planner's kernels once, not in the first plan
 	@touch $(STAMP)
 
 setup: $(STAMP)  ## make .venv with everything in it

@@ -16,6 +16,7 @@ from rich.text import Text
 from demo.result import DemoResult
 
 PIPED_WIDTH = 200
+WIDTH_ELSEWHERE = 150
 BLOCKS = " ▁▂▃▄▅▆▇█"
 NOTE = "Ranks share this machine's cores, so step time hardly follows load: the gate runs with a configured cost model."
 

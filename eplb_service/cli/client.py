@@ -48,25 +48,42 @@ def typed_errors(address: str) -> Iterator[None]:
         raise error_of(error, address) from None
 
 
-def sync_channel(address: str, tls_ca: Path | None) -> grpc.Channel:
+def sync_channel(address: str, tls: TlsFiles | None) -> grpc.Channel:
     """A blocking channel to a planner; it connects at the first call. Raises InvalidInputError for a malformed address."""
     target = parse_target(address)
-    if tls_ca is None:
+    if tls is None:
         return grpc.insecure_channel(target, options=CLIENT_OPTIONS)
-    return grpc.secure_channel(target, client_credentials(TlsFiles(ca=tls_ca)), options=CLIENT_OPTIONS)
+    return grpc.secure_channel(target, client_credentials(tls), options=CLIENT_OPTIONS)
 
 
 @contextmanager
-def planner_client(address: str | None, *, timeout_s: float, tls_ca: str | None = None) -> Iterator[PlannerClient]:
+def planner_client(address: str | None, *, timeout_s: float, tls: TlsFiles | None = None) -> Iterator[PlannerClient]:
     """A client for as long as the context lasts; without an address the default one."""
     address = address or DEFAULT_PLANNER
-    with sync_channel(address, Path(tls_ca) if tls_ca else None) as channel:
+    with sync_channel(address, tls) as channel:
         admin = admin_pb2_grpc.AdminServiceStub(channel)
         yield PlannerClient(address, timeout_s, admin, placement_pb2_grpc.PlacementServiceStub(channel))
 
 
+def tls_options(command: Command) -> Command:
+    """Adds `--tls-ca`, `--tls-cert`, `--tls-key`; the command gets `tls`, None = talk in the clear."""
+
+    @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
+    @click.option(
+        "--tls-cert", envvar="EPLB_TLS_CERT", type=click.Path(), help="Our certificate, where the planner asks for one."
+    )
+    @click.option("--tls-key", envvar="EPLB_TLS_KEY", type=click.Path(), help="Key of --tls-cert.")
+    @wraps(command)
+    def with_tls(*args: Any, tls_ca: str | None, tls_cert: str | None, tls_key: str | None, **kwargs: Any) -> Any:
+        ca, certificate, key = (Path(name) if name else None for name in (tls_ca, tls_cert, tls_key))
+        given = ca or certificate or key
+        return command(*args, tls=TlsFiles(ca=ca, certificate=certificate, key=key) if given else None, **kwargs)
+
+    return with_tls  # type: ignore[return-value]
+
+
 def planner_options(command: Command) -> Command:
-    """Adds `--planner`, `--timeout`, `--tls-ca`; the command gets an open `client`."""
+    """Adds `--planner`, `--timeout`, `--tls-…`; the command gets an open `client`."""
     return planner_options_with(timeout_s=ASK_TIMEOUT_S)(command)
 
 
@@ -85,10 +102,10 @@ def _with_planner(command: Command, timeout_s: float) -> Command:
         help="Planner to talk to (environment: EPLB_PLANNER).",
     )
     @click.option("--timeout", type=click.FloatRange(0.1, 3600), default=timeout_s, show_default=True, help="Seconds to wait.")
-    @click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="CA file: talk TLS (environment: EPLB_TLS_CA).")
+    @tls_options
     @wraps(command)
-    def with_client(*args: Any, planner: str, timeout: float, tls_ca: str | None, **kwargs: Any) -> Any:
-        with planner_client(planner, timeout_s=timeout, tls_ca=tls_ca) as client:
+    def with_client(*args: Any, planner: str, timeout: float, tls: TlsFiles | None, **kwargs: Any) -> Any:
+        with planner_client(planner, timeout_s=timeout, tls=tls) as client:
             return command(*args, client=client, **kwargs)
 
     return with_client  # type: ignore[return-value]

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from eplb_service.cli.client import planner_client, the_deployment, tls_options
 from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_fact, print_json, print_table
 from eplb_service.dispatch import Dispatch
 from eplb_service.offline.plan import TIME_LIMIT_S, OfflinePlan
@@ -32,7 +33,7 @@ FILE = click.Path(path_type=Path, dir_okay=True)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For policies that draw numbers.")
 @click.option("--out", type=FILE, metavar="FILE", help="Write the placement (JSON; `--current` reads it back).")
 @click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Without --load: dry run on this planner.")
-@click.option("--tls-ca", envvar="EPLB_TLS_CA", type=click.Path(), help="Without --load: CA file, talk TLS to the planner.")
+@tls_options
 @click.option(
     "--timeout", type=click.FloatRange(0.1, 3600), default=90.0, show_default=True, help="Without --load: seconds to wait."
 )
@@ -122,11 +123,10 @@ def _show_offline(made: OfflinePlan, out: Path | None) -> None:
 
 
 def _dry_run(output: str, **options: Any) -> None:
-    from eplb_service.cli.client import planner_client, the_deployment  # noqa: PLC0415
     from eplb_service.cli.output import to_plain  # noqa: PLC0415
     from eplb_service.pb.v1 import admin_pb2  # noqa: PLC0415
 
-    with planner_client(options["planner"], timeout_s=options["timeout"], tls_ca=options["tls_ca"]) as client:
+    with planner_client(options["planner"], timeout_s=options["timeout"], tls=options["tls"]) as client:
         name = the_deployment(client, options["deployment"])
         reply = client.call(client.admin.Plan, admin_pb2.PlanRequest(deployment=name, policy=options["policy"] or ""))
     if output == "json":

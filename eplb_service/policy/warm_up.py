@@ -29,3 +29,10 @@ def warm_up_policy(policy: Policy, name: str) -> None:
     """Run a policy once and check its answer. Raises PolicyFailedError when that is unusable, or what the policy raises."""
     problem = tiny_problem()
     verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
+
+
+if __name__ == "__main__":  # what an image or an installation runs once, so that no first plan waits for the compiler
+    from eplb_service.policy.registry import load_policy, policy_names
+
+    for policy_name in policy_names():
+        warm_up_policy(load_policy(policy_name), policy_name)
