@@ -88,7 +88,7 @@ class Chronicle:
             progress = f"{rollout.chunks_done} of {rollout.chunks_total} chunks"
             view.rollout = f"generation {rollout.generation}: {rollout.state}, {progress}"
         if status.HasField("last_verdict"):
-            view.verdict = f"{'move' if status.last_verdict.move else 'keep'}: {status.last_verdict.reason}"
+            view.verdict = status.last_verdict.reason
         view.layers = [str(layer.layer_id) for layer in status.layers]
         view.per_layer = list(status.imbalance.per_layer)
         loads = None
