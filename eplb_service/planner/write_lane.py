@@ -59,6 +59,7 @@ class WriteLane:
         self._on_health = on_health
         self._on_fenced = on_fenced
         self._jobs: deque[_Job] = deque()
+        self._under_way: _Job | None = None
         self._journal: deque[bytes] = deque()
         self._dropped = 0
         self._wake = asyncio.Event()
@@ -135,8 +136,10 @@ class WriteLane:
             while self._jobs or self._journal:
                 job = self._jobs.popleft() if self._jobs else _Job(puts={})
                 job.journal = self._take_journal()
+                self._under_way = job
                 if not await self._write(job):
                     return
+                self._under_way = None
             self._idle.set()
 
     def _take_journal(self) -> list[bytes]:
@@ -186,6 +189,8 @@ class WriteLane:
 
     def _end(self, reason: str) -> None:
         self._ended = self._ended or reason
+        if self._under_way is not None:  # whether it was applied is unknown; whoever waits for it must not wait for ever
+            _fail(self._under_way, FencedError(reason))
         while self._jobs:
             _fail(self._jobs.popleft(), FencedError(reason))
         self._journal.clear()

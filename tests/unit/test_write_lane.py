@@ -168,6 +168,22 @@ def test_commits_that_wait_are_bounded() -> None:
     run(scenario)
 
 
+def test_lane_that_closes_while_the_store_is_away_leaves_nobody_waiting_for_the_write_under_way() -> None:
+    async def scenario(bench: Bench) -> None:
+        lane = await bench.lane()
+        bench.store.away = True
+        under_way, behind_it = (asyncio.create_task(lane.commit({name: b""})) for name in ("a", "b"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the first is on its way to a store that does not answer
+        assert lane.num_waiting == 1
+        await lane.close(0.01)
+        for task in (under_way, behind_it):
+            with pytest.raises(FencedError, match="gave up its leadership"):
+                await asyncio.wait_for(task, 5)
+
+    run(scenario)
+
+
 def test_caller_that_goes_away_does_not_take_its_write_along() -> None:
     async def scenario(bench: Bench) -> None:
         lane = await bench.lane()
