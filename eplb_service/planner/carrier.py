@@ -202,6 +202,7 @@ class Carrier:
         link.ranks[address.rank_id] = address
         if previous is not None and previous is not link:
             previous.ranks.pop(address.rank_id, None)
+            previous.close(f"another control stream speaks for rank {address.rank_id} now")  # else it would never come back
         facts = self.ranks.get(address.rank_id)
         if facts is not None:
             facts.last_seen_s = self._clock.monotonic()

@@ -13,7 +13,7 @@ import structlog
 from eplb_service import failpoints
 from eplb_service.attach import Attach
 from eplb_service.control import Arm, Stage
-from eplb_service.errors import EplbError, InvalidInputError, NotFoundError
+from eplb_service.errors import DeadlineError, EplbError, InvalidInputError, NotFoundError
 from eplb_service.log import ReasonLog
 from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc
 from eplb_service.planner.agent_link import AgentLink
@@ -28,6 +28,8 @@ from eplb_service.rpc.convert import (
 from eplb_service.window.report import Accepted
 
 Context = Any
+ATTACH_TIMEOUT_S = 10.0
+"""Streams that say nothing count against what the server carries at once: they end."""
 _FAILPOINTS = {Stage: "planner.stage.sent", Arm: "planner.arm.sent"}
 
 
@@ -76,7 +78,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self, request_iterator: AsyncIterator[agent_pb2.ControlFromAgent], context: Context
     ) -> AsyncIterator[agent_pb2.ControlToAgent]:
         """The control stream of one agent process. Its first message is `Attach`."""
-        first = await anext(aiter(request_iterator), None)
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                first = await anext(aiter(request_iterator), None)
+        except TimeoutError:
+            raise DeadlineError(f"this control stream said nothing for {ATTACH_TIMEOUT_S:g} s; it begins with Attach") from None
         attach = from_agent_from_pb(first) if first is not None else None
         if not isinstance(attach, Attach):
             raise InvalidInputError("the first message of a control stream must be Attach, naming a deployment and its ranks")

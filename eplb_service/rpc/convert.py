@@ -53,6 +53,8 @@ __all__ = [
     "to_rank_to_pb",
 ]
 
+CAPABILITIES_MAX = 256
+
 
 def registration_to_pb(value: Registration) -> agent_pb2.RegisterRequest:
     """What a rank says of itself."""
@@ -80,6 +82,9 @@ def registration_to_pb(value: Registration) -> agent_pb2.RegisterRequest:
 
 def registration_from_pb(message: agent_pb2.RegisterRequest) -> Registration:
     """What a rank says of itself. Raises InvalidInputError for what no engine can be."""
+    whole("group_rank_ids", len(message.group_rank_ids), most=fields.RANK_ID_MAX + 1)
+    whole("models.layers", sum(len(model.layers) for model in message.models), most=fields.LAYERS_MAX)
+    whole("capabilities", len(message.capabilities), most=CAPABILITIES_MAX)
     ranks = tuple(fields.rank_id("group_rank_ids", rank) for rank in message.group_rank_ids)
     address = address_from_pb(message.address)
     if len(set(ranks)) != len(ranks) or address.rank_id not in ranks:

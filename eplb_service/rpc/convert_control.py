@@ -204,9 +204,16 @@ def from_agent_from_pb(envelope: agent_pb2.ControlFromAgent) -> FromAgent:
     """What a rank, or its agent process, says. Raises InvalidInputError as `to_rank_from_pb` does."""
     kind = envelope_kind(envelope)
     if kind == "attach":
-        ranks = tuple(address_from_pb(rank, f"attach.ranks[{i}]") for i, rank in enumerate(envelope.attach.ranks))
-        return Attach(deployment=fields.deployment_id("attach.deployment", envelope.attach.deployment), ranks=ranks)
+        return _attach_from_pb(envelope.attach)
     return _FROM_PB[kind](getattr(envelope, kind), address_from_pb(envelope.address))
+
+
+def _attach_from_pb(message: agent_pb2.Attach) -> Attach:
+    whole("attach.ranks", len(message.ranks), most=fields.RANK_ID_MAX + 1)
+    ranks = tuple(address_from_pb(rank, f"attach.ranks[{i}]") for i, rank in enumerate(message.ranks))
+    if len({address.rank_id for address in ranks}) < len(ranks):
+        raise InvalidInputError(f"attach.ranks: {len(ranks)} addresses name a rank more than once")
+    return Attach(deployment=fields.deployment_id("attach.deployment", message.deployment), ranks=ranks)
 
 
 def _gone_from_pb(message: agent_pb2.Gone, sender: Address) -> Gone:
@@ -286,6 +293,7 @@ def _live_to_pb(value: Live) -> agent_pb2.Live:
 
 
 def _live_from_pb(message: agent_pb2.Live, sender: Address) -> Live:
+    whole("live.layers", len(message.layers), most=fields.LAYERS_MAX)
     layers = tuple(
         LiveLayer(
             layer=layer_from_pb(live.layer, f"live.layers[{i}].layer"),
@@ -324,6 +332,7 @@ def _flipped_to_pb(value: Flipped) -> agent_pb2.Flipped:
 
 
 def _flipped_from_pb(message: agent_pb2.Flipped, sender: Address) -> Flipped:
+    whole("flipped.digests", len(message.digests), most=fields.LAYERS_MAX)
     digests = tuple(
         (layer_from_pb(entry.layer, f"flipped.digests[{i}].layer"), whole(f"flipped.digests[{i}].digest", entry.digest))
         for i, entry in enumerate(message.digests)

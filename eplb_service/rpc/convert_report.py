@@ -58,6 +58,8 @@ def report_from_pb(message: agent_pb2.LoadReport) -> tuple[DeploymentId, LoadRep
     """One rank's window and whose it is. Raises InvalidInputError naming the field that does not fit."""
     address = fields.address_from_pb(message.address, "report.address")
     fields.whole("report.tables", len(message.tables), most=TABLES_MAX)
+    num_layers = sum(len(table.layer_ids) for table in message.tables)
+    fields.whole("report.tables.layer_ids", num_layers, most=fields.LAYERS_MAX)
     report = LoadReport(
         rank_id=address.rank_id,
         incarnation=address.incarnation,

@@ -16,6 +16,8 @@ from eplb_service.pb.v1 import common_pb2
 TEXT_CHARACTERS_MAX = 4096
 NAME_CHARACTERS_MAX = 256
 RANK_ID_MAX = 65535
+LAYERS_MAX = 4096
+"""Layers in one message, over all its models or tables: reading more of them would hold up everybody else."""
 EXTENT_MAX = (1 << 31) - 1
 BITS_63_MAX = (1 << 63) - 1
 EPOCH_MAX = (1 << 31) - 1

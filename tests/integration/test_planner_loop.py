@@ -13,6 +13,7 @@ import grpc
 import pytest
 
 from eplb_service.app import Service
+from eplb_service.attach import Attach
 from eplb_service.config import ServeConfig, load_config
 from eplb_service.errors import InvalidInputError, StoreUnavailableError
 from eplb_service.ids import DeploymentId
@@ -20,6 +21,7 @@ from eplb_service.pb.v1 import admin_pb2, agent_pb2, placement_pb2
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
+from eplb_service.rpc import agent_service, convert
 from eplb_service.store.base import Document, Leadership, Write
 from eplb_service.store.memory import MemoryStore
 from tests.integration.planner_fleet import Fleet, until, until_true
@@ -484,8 +486,6 @@ def test_rank_that_disagrees_about_the_model_is_refused_naming_both() -> None:
     async def scenario() -> None:
         async with planner() as (_, address), Fleet(address) as fleet:
             await reach(fleet, "ready")
-            from eplb_service.rpc import convert
-
             odd = convert.registration_to_pb(fleet.registration(fleet.ranks[1]))
             odd.models[0].layers[0].num_logical = 9
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -569,3 +569,35 @@ def test_config_file_reaches_the_planner(tmp_path: Path) -> None:
     file.write_text("[planning]\nmode = 'auto'\n[rollout]\ntries_max = 2\n")
     config = load_config(file=file).config
     assert (config.planning.mode, config.rollout.settings().tries_max) == ("auto", 2)
+
+
+def test_stream_that_says_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_service, "ATTACH_TIMEOUT_S", 0.05)
+
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            silent = fleet.agent.Control()
+            async with asyncio.timeout(20):
+                assert await silent.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "begins with Attach" in (await silent.details() or "")
+            assert fleet.connections == 1
+
+    run(scenario())
+
+
+def test_agent_process_whose_rank_another_stream_took_learns_it_and_takes_it_back() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            thief = fleet.agent.Control()
+            taken = Attach(deployment=DeploymentId("chat"), ranks=(fleet.ranks[1].address,))
+            await thief.write(convert.from_agent_to_pb(taken))
+            assert await thief.read() is not grpc.aio.EOF  # it is asked what is live: it speaks for the rank now
+            await until(lambda: fleet.connections == 2, "the agent process to come back")
+            thief.cancel()
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())

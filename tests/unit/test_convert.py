@@ -96,7 +96,11 @@ TO_RANK: st.SearchStrategy[ToRank] = st.one_of(
 )  # fmt: skip
 
 FROM_AGENT: st.SearchStrategy[FromAgent] = st.one_of(
-    st.builds(Attach, deployment=st.just("moe-1.prod_x"), ranks=tuples(ADDRESSES)),
+    st.builds(
+        Attach,
+        deployment=st.just("moe-1.prod_x"),
+        ranks=st.lists(ADDRESSES, max_size=3, unique_by=lambda address: address.rank_id).map(tuple),
+    ),
     st.builds(Gone, sender=ADDRESSES, reason=TEXT),
     st.builds(
         Live,
@@ -241,6 +245,7 @@ def test_registrations_that_no_engine_can_be_are_refused(change: dict[str, Any],
         ((replace(LAYER, num_logical=0),), "models[0].layers[0].num_logical: 0 is out of range; expected 1"),
         ((replace(LAYER, slots=0),), "models[0].layers[0].slots: 0"),
         ((replace(LAYER, expert_bytes=0),), "models[0].layers[0].expert_bytes: 0"),
+        ((LAYER,) * 4097, "models.layers: 4097 is out of range; expected 0 to 4096"),
     ],
 )
 def test_layers_that_cannot_be_are_refused(layers: tuple[LayerInfo, ...], message: str) -> None:
@@ -273,6 +278,22 @@ def test_layers_that_cannot_be_are_refused(layers: tuple[LayerInfo, ...], messag
             "live.layers[0].row: dtype ''; expected i4 or i8",
         ),
         (agent_pb2.ControlFromAgent(pulse=agent_pb2.Pulse(boundary=1 << 63)), f"pulse.boundary: {1 << 63} is out of range"),
+        (
+            agent_pb2.ControlFromAgent(attach=agent_pb2.Attach(deployment="moe", ranks=[common_pb2.Address(rank_id=3)] * 2)),
+            "attach.ranks: 2 addresses name a rank more than once",
+        ),
+        (
+            agent_pb2.ControlFromAgent(attach=agent_pb2.Attach(deployment="moe", ranks=[common_pb2.Address()] * 65537)),
+            "attach.ranks: 65537 is out of range; expected 0 to 65536",
+        ),
+        (
+            agent_pb2.ControlFromAgent(live=agent_pb2.Live(layers=[agent_pb2.LiveLayer()] * 4097)),
+            "live.layers: 4097 is out of range; expected 0 to 4096",
+        ),
+        (
+            agent_pb2.ControlFromAgent(flipped=agent_pb2.Flipped(digests=[agent_pb2.RowDigest()] * 4097)),
+            "flipped.digests: 4097 is out of range; expected 0 to 4096",
+        ),
     ],
 )  # fmt: skip
 def test_facts_that_cannot_be_are_refused(envelope: agent_pb2.ControlFromAgent, message: str) -> None:
@@ -468,6 +489,10 @@ def test_counts_that_are_no_integers_arrive_so_that_the_planner_can_say_so() -> 
             "report.tables[0].counts: shape (2, 3, 4); expected (sub-windows, 1, E)",
         ),
         ({"tables": [agent_pb2.TableCounts(model="m")] * 257}, "report.tables: 257 is out of range; expected 0 to 256"),
+        (
+            {"tables": [agent_pb2.TableCounts(model="m", layer_ids=range(2049))] * 2},
+            "report.tables.layer_ids: 4098 is out of range; expected 0 to 4096",
+        ),
     ],
 )
 def test_reports_that_cannot_be_read_are_refused(change: dict[str, Any], complaint: str) -> None:
