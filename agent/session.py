@@ -101,6 +101,7 @@ TRANSITIONS: Mapping[tuple[RankState, Step], RankState] = {
 class _Rank:
     """One linked rank. attempt: number of the registration under way; answers to earlier ones are ignored.
 
+    is_cut_off: it waits for a planner that was not to be reached, not for a peer that disagrees.
     told: what its hook was last told of the registration, None = nothing yet. superseded: earlier lives of this rank that
     this one took over from while they were linked.
     """
@@ -111,6 +112,7 @@ class _Rank:
     attempt: int = 0
     failures: int = 0
     retry_at_s: float = 0.0
+    is_cut_off: bool = False
     told: RegistrationAnswer | None = None
     superseded: tuple[Incarnation, ...] = ()
 
@@ -306,6 +308,7 @@ class Session:
             rank.move(Step.ACCEPTED)
             self._tell(rank, RegistrationAnswer(accepted=True, reason=""))
             self._attach(rank)
+            self._wake_siblings(now)
         elif event.refused:
             rank.move(Step.REFUSED)
             self._back_off(rank, REFUSED_BACKOFF_S, now)
@@ -343,7 +346,14 @@ class Session:
         seed = f"{self.jitter_seed}/{rank.address.rank_id}/{rank.failures}".encode()
         share = int.from_bytes(hashlib.blake2b(seed, digest_size=4).digest(), "little") / (1 << 32)
         rank.failures += 1
+        rank.is_cut_off = bounds_s is AWAY_BACKOFF_S
         rank.retry_at_s = now + pause_s * (1 - share / 2)
+
+    def _wake_siblings(self, now: float) -> None:
+        """The planner answers again: ranks that wait for it need not wait out pauses that grew while it was away."""
+        for rank in self._ranks.values():
+            if rank.state is RankState.WAITING and rank.is_cut_off:
+                rank.retry_at_s = min(rank.retry_at_s, now)
 
     def _retry(self, now: float) -> None:
         for rank_id in sorted(self._ranks):

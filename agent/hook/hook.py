@@ -404,7 +404,7 @@ class Hook:
         with self._lock:
             return Pulse(
                 sender=self._facts.description.address,
-                boundary=self._boundary,
+                boundary=self._boundary + 1,  # how many were passed: none before the first step
                 idle=idle,
                 voting=not self._machine.off_reason,
                 off_reason=self._machine.off_reason,

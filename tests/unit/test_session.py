@@ -433,3 +433,29 @@ def test_every_state_but_the_first_answer_can_be_linked_anew_and_lose_the_planne
 def _attempt(effects: list[Effect]) -> int:
     (register,) = [effect for effect in effects if isinstance(effect, Register)]
     return register.attempt
+
+
+def test_one_rank_that_reaches_a_planner_again_brings_its_siblings_back_at_once() -> None:
+    script = Script()
+    for link, rank in ((L1, 0), (L2, 1)):
+        script.attach(link, address(rank))
+    script(StreamClosed(S1, "planner gone"))
+    for _ in range(12):  # long enough for the pauses to have grown
+        for effect in script.until_due():
+            if isinstance(effect, Register):
+                script(RegisterFailed(effect.attempt, refused=False, reason="not reachable"))
+    first = script.until_due()
+    script(RegisterAccepted(_attempt(first)))
+    assert script.session.due_at_s() == script.now
+    assert [effect.registration.address for effect in script(Tick()) if isinstance(effect, Register)] == [
+        address(1) if first[0] == Register(_attempt(first), registration(address(0))) else address(0)
+    ]
+
+
+def test_a_refused_rank_keeps_its_pause_when_a_sibling_is_accepted() -> None:
+    script = Script()
+    refused = script.link(L1, address(0))
+    script(RegisterFailed(refused, refused=True, reason="another model"))
+    pause_ends_s = script.session.due_at_s()
+    script.attach(L2, address(1))
+    assert script.session.due_at_s() == pause_ends_s
