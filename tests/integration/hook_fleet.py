@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from eplb_service.control import (
     Staged,
     ToRank,
 )
+from eplb_service.errors import InvalidInputError
 from eplb_service.ids import (
     ChunkId,
     DeploymentId,
@@ -58,6 +59,7 @@ from eplb_service.ids import (
     chunk_id,
 )
 from eplb_service.placement import logical_to_physical, row_digest
+from eplb_service.rpc.convert import from_agent_from_pb, from_agent_to_pb
 from eplb_service.window.report import LoadReport
 
 MODEL = "tiny"
@@ -262,6 +264,7 @@ class FakeAgent:
     windows: list[LoadReport] = field(default_factory=list)
     pulses: list[Pulse] = field(default_factory=list)
     said: list[FromRank] = field(default_factory=list)
+    unsayable: list[str] = field(default_factory=list)
     _news: threading.Condition = field(default_factory=threading.Condition)
     _connections: dict[RankId, socket.socket] = field(default_factory=dict)
     _all: list[socket.socket] = field(default_factory=list)
@@ -292,6 +295,8 @@ class FakeAgent:
 
     def _take(self, connection: socket.socket, message: object) -> None:
         with self._news:
+            if not isinstance(message, Registration | LoadReport):
+                self._check_wire(message)
             match message:
                 case Registration():
                     self.registrations[message.address.rank_id] = message
@@ -303,6 +308,16 @@ class FakeAgent:
                 case _:
                     self.said.append(message)  # type: ignore[arg-type]
             self._news.notify_all()
+
+    def _check_wire(self, message: object) -> None:
+        """Whatever a hook says must also be sayable to the planner (a boundary of -1 was not)."""
+        try:
+            carried = from_agent_from_pb(from_agent_to_pb(cast("FromRank", message)))
+        except InvalidInputError as error:
+            self.unsayable.append(f"{message}: {error}")
+            return
+        if carried != message:
+            self.unsayable.append(f"{message} arrives as {carried}")
 
     def send(self, message: ToRank) -> None:
         self._connections[message.to.rank_id].sendall(encode(message))
@@ -322,7 +337,8 @@ class FakeAgent:
         }
 
     def close(self) -> None:
-        """Go away, as a killed agent process does."""
+        """Go away, as a killed agent process does. Fails when a hook said what the wire does not carry."""
+        assert not self.unsayable, self.unsayable[:3]
         self._listener.close()
         with contextlib.suppress(FileNotFoundError):
             Path(self.path).unlink()
