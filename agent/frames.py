@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 import types
 import typing
@@ -113,9 +114,10 @@ def _read_arrays(described: object, payload: bytes) -> list[np.ndarray[Any, Any]
         dtype, shape = np.dtype(entry[0]), entry[1]
         if len(shape) > 8 or not all(type(extent) is int and 0 <= extent <= PAYLOAD_BYTES_MAX for extent in shape):
             raise InvalidInputError(f"frame head: bad array shape {str(shape)[:80]}")
-        count = 1
-        for extent in shape:
-            count *= extent
+        # An extent of 0 makes any others fit the payload, but not numpy.
+        if math.prod(max(extent, 1) for extent in shape) > PAYLOAD_BYTES_MAX:
+            raise InvalidInputError(f"frame head: an array of shape {shape} is too large; at most {PAYLOAD_BYTES_MAX} items")
+        count = math.prod(shape)
         size = count * dtype.itemsize
         if offset + size > len(payload):
             raise InvalidInputError(f"frame payload of {len(payload)} bytes is too short for an array of shape {shape}")

@@ -24,6 +24,7 @@ WIRE_DTYPES: dict[str, np.dtype[Any]] = {
 """Names that `Array.dtype` may hold."""
 
 DIMENSIONS_MAX = 8
+ITEMS_MAX = 1 << 31
 
 
 def array_to_pb(array: AnyArray, field: str) -> common_pb2.Array:
@@ -67,6 +68,8 @@ def array_from_pb(message: common_pb2.Array, field: str, *, dtypes: str, shape: 
         isinstance(wanted, int) and wanted != extent for wanted, extent in zip(shape, extents, strict=True)
     ):
         raise InvalidInputError(f"{field}: shape {extents[:DIMENSIONS_MAX]}; expected {expected}")
+    if math.prod(max(extent, 1) for extent in extents) > ITEMS_MAX:  # an extent of 0 hides the others, but not from numpy
+        raise InvalidInputError(f"{field}: shape {extents} is too large; at most {ITEMS_MAX} items")
     size = math.prod(extents) * dtype.itemsize
     if size != len(message.data):
         raise InvalidInputError(

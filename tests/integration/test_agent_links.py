@@ -162,6 +162,7 @@ def test_no_bytes_of_a_hook_end_more_than_its_own_link(folder: Path) -> None:
         (HEAD.pack(MAGIC, 1 << 31, 0), "frame too large: head 2147483648 of at most"),
         (HEAD.pack(MAGIC, 0, 100 << 20), "frame too large for a hook: head 0 of at most 33554432 bytes, payload 104857600"),
         (HEAD.pack(MAGIC, 100_000, 0) + b"[" * 100_000, "is not the expected JSON"),
+        (frame({"kind": "Pulse", "body": {}, "arrays": [["<i8", [0, 1 << 30, 1 << 30]]]}), "1073741824] is too large; at most"),
         (frame({"kind": "Hello", "body": {}, "arrays": []}), "unknown frame kind 'Hello'; expected one of Registration"),
         (encode(pulse(address(0)))[:-3], "the hook closed the link in the middle of a frame"),
     ],

@@ -381,6 +381,12 @@ def test_arrays_that_do_not_fit_are_refused_with_the_numbers(message: common_pb2
     assert complaint in str(refusal.value)
 
 
+def test_array_that_holds_nothing_but_is_too_large_for_numpy_is_refused() -> None:
+    message = common_pb2.Array(shape=[(1 << 32) - 1, 0, (1 << 32) - 1], dtype="i8")
+    with pytest.raises(InvalidInputError, match=r"x: shape \(4294967295, 0, 4294967295\) is too large; at most"):
+        array_from_pb(message, "x", dtypes="i", shape=("V", 0, "E"))
+
+
 @pytest.mark.parametrize("array", [np.array(["a"]), np.array([True]), np.array([1], np.int16), np.array([None])])
 def test_arrays_of_other_types_do_not_travel(array: np.ndarray[Any, Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"counts: .* does not travel; use one of i4, i8"):

@@ -16,6 +16,7 @@ from agent.engine.reference.client import RankClient
 from agent.engine.reference.config import FleetConfig
 from agent.engine.reference.front_door import FrontDoor
 from agent.engine.reference.messages import (
+    FRAME_BYTES_MAX,
     FROM_ENGINE,
     TO_ENGINE,
     Ended,
@@ -27,9 +28,11 @@ from agent.engine.reference.messages import (
     Submit,
 )
 from agent.engine.reference.wake import WakeMesh
+from agent.frames import HEAD, MAGIC
 from eplb_service.errors import DeadlineError, EnvironmentFault, InvalidInputError
 from eplb_service.ids import DeploymentId, RankId
 
+EMPTY_BUT_HUGE = b'{"kind":"Inspect","body":{"tag":1},"arrays":[["<i8",[0,1073741824,1073741824]]]}'
 SUBMIT = Submit(request_id=1, kind="code", prompt=(1, 2, 3), max_new_tokens=4)
 
 
@@ -127,13 +130,22 @@ def test_a_client_that_leaves_is_reported_once(door: tuple[FrontDoor, Path]) -> 
     assert front.take(timeout_s=0.0) == []
 
 
-def test_a_stranger_who_talks_nonsense_is_cut_off_and_others_stay(door: tuple[FrontDoor, Path]) -> None:
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        HEAD.pack(MAGIC, 5, 0) + b"[[[[[",
+        HEAD.pack(MAGIC, 0, FRAME_BYTES_MAX + 1),
+        HEAD.pack(MAGIC, len(EMPTY_BUT_HUGE), 0) + EMPTY_BUT_HUGE,
+    ],
+)
+def test_a_stranger_who_talks_nonsense_is_cut_off_and_others_stay(door: tuple[FrontDoor, Path], nonsense: bytes) -> None:
     front, path = door
     with RankClient(path) as client, socket.socket(socket.AF_UNIX) as stranger:
         front.take(timeout_s=20.0)
         stranger.connect(str(path))
         front.take(timeout_s=20.0)
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        stranger.sendall(nonsense)
         assert [arrival.message for arrival in front.take(timeout_s=20.0)] == [None]
         assert stranger.recv(1) == b""
         with pytest.raises(DeadlineError, match="did not answer within"):

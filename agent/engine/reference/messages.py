@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agent.frames import HEAD, Decoder, encode, frame_lengths
+from eplb_service.errors import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,8 @@ FromEngine = NewTokens | Ended | Rejected | Drained | Inspection
 
 TO_ENGINE: tuple[type, ...] = (Submit, Inspect, Drain, Stop)
 FROM_ENGINE: tuple[type, ...] = (NewTokens, Ended, Rejected, Drained, Inspection)
+FRAME_BYTES_MAX = 16 << 20
+"""No message of either side is near it: what announces more would only fill memory."""
 
 
 class FrameStream:
@@ -217,6 +220,10 @@ class FrameStream:
         offset = 0
         while len(self._incoming) - offset >= HEAD.size:
             head_length, payload_length = frame_lengths(bytes(self._incoming[offset : offset + HEAD.size]))
+            if head_length + payload_length > FRAME_BYTES_MAX:
+                raise InvalidInputError(
+                    f"frame too large: {head_length + payload_length} bytes are announced, at most {FRAME_BYTES_MAX} are taken"
+                )
             start = offset + HEAD.size
             end = start + head_length + payload_length
             if len(self._incoming) < end:
