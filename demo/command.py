@@ -22,7 +22,8 @@ SECONDS_MIN = 12.0
     type=click.FloatRange(SECONDS_MIN, 3600),
     default=54.0,
     show_default=True,
-    help="Seconds of serving, shared by the kinds of prompts; start and proof come on top.",
+    help="Seconds of serving, shared by the kinds of prompts; start and proof come on top. A slow or busy machine is served on"
+    " until two generations can be compared.",
 )
 @click.option("--policy", default="greedy", show_default=True, help="Policy that the planner uses.")
 @click.option("--keep-running", is_flag=True, help="Serve on after the last prompts, until Ctrl-C; then prove.")

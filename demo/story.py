@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 import time
@@ -15,7 +16,7 @@ from demo.ledger import Ledger
 from demo.observer import Observer
 from demo.oracle import OracleProcess
 from demo.parts import DEPLOYMENT, NUM_EXPERTS, Service, start_ranks, start_service, topology_of
-from demo.prove import Evidence, prove
+from demo.prove import FLIPS_MIN, Evidence, prove
 from demo.result import DemoResult, Phase
 from demo.screen import Screen
 from demo.serving import Serving
@@ -27,12 +28,16 @@ DRAIN_TIMEOUT_S = 60.0
 JUDGE_TIMEOUT_S = 180.0
 RANKS_STOP_S = 30.0
 TICK_S = 0.05
+ROUND_S = 12.0
+"""Least time for one kind of prompts when it is served on past `seconds`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
     """What `eplb demo` can be told. seconds: of serving, shared evenly by the kinds of prompts.
 
+    generations_wanted: the proof compares so many generations on load that came after them; a machine that is slow or busy
+    has them later than in `seconds`, and is then served on, at most `patience_s`, through the same kinds again.
     hook_factory: for negative controls only, see `start_ranks`.
     """
 
@@ -44,6 +49,8 @@ class DemoOptions:
     seed: int = 1
     in_flight: int = 8
     kinds: tuple[str, ...] = ("code", "logs", "prose")
+    generations_wanted: int = FLIPS_MIN
+    patience_s: float = 120.0
     hook_factory: str = ""
 
 
@@ -105,6 +112,7 @@ class _Story:
         for index, kind in enumerate(options.kinds, start=1):
             self._enter(kind)
             self._serve_until(options.seconds * index / len(options.kinds))
+        self._serve_on()
         if options.keep_running:
             self._keep_running()
         self._end_phase()
@@ -157,6 +165,25 @@ class _Story:
     def _serve_until(self, seconds: float) -> None:
         while self._now < seconds:
             self._turn()
+
+    def _serve_on(self) -> None:
+        """Go through the kinds of prompts again until there are generations enough to prove anything by."""
+        kinds, wanted = self._options.kinds, self._options.generations_wanted
+        until_s = self._now + self._options.patience_s
+        round_s = max(ROUND_S, self._options.seconds / len(kinds))
+        if len(self._ledger.comparisons()) < wanted:
+            self._screen.event(
+                f"served on until {wanted} generations can be compared, at most {self._options.patience_s:.0f} s"
+            )
+        for kind in itertools.cycle(kinds):
+            round_end_s = self._phases[-1].begin_s + round_s
+            while self._now < min(round_end_s, until_s):
+                if len(self._ledger.comparisons()) >= wanted:
+                    return
+                self._turn()
+            if self._now >= until_s:
+                return
+            self._enter(kind)
 
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,7 @@
 """What the demo would say of a broken flip: each fault, under real rollouts, must be caught and end the run non-zero.
 
 The demo's own story runs with the product's hook over a port that breaks one rule of a flip, and once with the product's own
-hook. How many generations fit into the few seconds depends on the machine, so what is looked at are the checks that must catch
+hook. A run ends with its first generation that can be compared, so what is looked at are the checks that must catch
 the fault: with the true hook and the same options they hold.
 """
 
@@ -23,7 +23,7 @@ from tests.integration.whole_fleet import compile_kernels
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
-SECONDS = 10.0
+SECONDS = 4.0
 DEADLINE_S = 200.0
 NO_FAULT = ""
 FAULTS = ("weightless_rollout", "scale_left_behind_rollout", "one_rank_late_rollout")
