@@ -184,7 +184,7 @@ def _opened(data: bytes, document_format: str) -> Any:
     what = "stored " + document_format.removeprefix("eplb.").replace("_", " ")
     try:
         envelope = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the second: nested deeper than anything that is written
         raise BrokenInvariantError(f"{what} is damaged: {len(data)} bytes that are no JSON") from None
     if not isinstance(envelope, dict) or envelope.get("format") != document_format:
         raise BrokenInvariantError(f"{what} is damaged: it is no document of format {document_format!r}")

@@ -28,6 +28,9 @@ KEY_CHARACTERS_MAX = 128
 
 T = TypeVar("T")
 
+_TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int}
+"""Types of fields, by the name of their annotation, that are checked when a document is read."""
+
 
 def generation_name(number: int) -> str:
     """`generation/12`."""
@@ -105,8 +108,11 @@ def decode(kind: type[T], data: bytes, name: str) -> T:
         values = {key: value for key, value in tree.items() if key in known}
         if "verdict" in values:
             values["verdict"] = VerdictRecord(**values["verdict"])
+        for key, value in values.items():
+            if not isinstance(value, _TYPES.get(str(known[key].type), object)):
+                raise TypeError(f"{key} is {str(value)[:40]!r}, expected {known[key].type}")  # noqa: TRY301  (said below)
         return kind(**values)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenInvariantError(f"document {name!r} in the store cannot be read ({error}): {data[:80]!r}") from None
 
 
@@ -114,7 +120,7 @@ def decode_requests(data: bytes | None) -> list[str]:
     """Names of the answers that are kept, oldest first."""
     try:
         names = json.loads(data) if data else []
-    except ValueError:
+    except (ValueError, RecursionError):
         names = []
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
 

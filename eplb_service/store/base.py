@@ -193,6 +193,11 @@ def check_deployment(deployment: str) -> None:
         raise InvalidInputError(f"deployment {deployment!r} is no name: use 1 to 128 letters, digits, '.', '_' and '-'")
 
 
+def is_deployment(name: str) -> bool:
+    """Whether this can name a deployment."""
+    return _DEPLOYMENT.match(name) is not None
+
+
 def check_names(names: tuple[str, ...]) -> None:
     """Raise InvalidInputError unless all these can name documents, and are not too many."""
     if len(names) > NAMES_MAX:

@@ -49,6 +49,7 @@ from eplb_service.store.base import (
     check_write,
     directory_of,
     fingerprint_of,
+    is_deployment,
     number_of,
 )
 from eplb_service.store.connection import Argument, Script, StoreTimes, open_client, send
@@ -118,7 +119,12 @@ class RedisStore:
     async def deployments(self) -> DeploymentIds:
         """Every deployment that was ever led; see `Store.deployments`."""
         members = await self._call("deployments", lambda client: send(client, "SMEMBERS", _DEPLOYMENTS))
-        return sorted(DeploymentId(member.decode()) for member in members)
+        names = sorted(DeploymentId(member.decode(errors="replace")) for member in members)
+        known = [name for name in names if is_deployment(name)]
+        if len(known) < len(names):
+            odd = [name[:80] for name in names if name not in known][:5]
+            self._log.error("deployments.odd", names=odd, advice=f"set {_DEPLOYMENTS} holds names that no planner wrote")
+        return known
 
     async def lead(self, deployment: DeploymentId, *, owner: str, lease_s: float, floor: int, write_id: str) -> Leadership:
         """Take the lead; see `Store.lead`."""
@@ -157,7 +163,7 @@ class RedisStore:
         check_names(names)
         found = await self._run_script("read", _keys(deployment, "values", "versions"), list(names))
         pairs = zip(names, found[::2], found[1::2], strict=True)
-        return {name: Document(value, int(version)) for name, value, version in pairs if version is not None}
+        return {name: Document(value, _version(name, version)) for name, value, version in pairs if version is not None}
 
     async def list(self, deployment: DeploymentId, prefix: str, *, limit: int, newest_first: bool = True) -> Listing:
         """Documents of a directory; see `Store.list`."""
@@ -165,7 +171,7 @@ class RedisStore:
         keys = _keys(deployment, "values", "versions", f"names:{prefix}")
         found = await self._run_script("list", keys, [limit, "newest" if newest_first else "oldest"])
         triples = zip(found[::3], found[1::3], found[2::3], strict=True)
-        return [(name.decode(), Document(value, int(version))) for name, value, version in triples]
+        return [(name.decode(), Document(value, _version(name.decode(), version))) for name, value, version in triples]
 
     async def write(self, deployment: DeploymentId, write: Write) -> dict[str, int]:
         """Apply a write; see `Store.write`."""
@@ -284,6 +290,13 @@ def _refused(verdict: str, write_id: str) -> Exception:
     if verdict == "reused":
         return reused_write_id(write_id)
     return BrokenInvariantError(f"the store answered {verdict[:40]!r} to request {write_id!r}, which no script says")
+
+
+def _version(name: str, stored: bytes | None) -> int:
+    """A document's version. Raises BrokenInvariantError for one that no script wrote."""
+    if stored is None or not stored.isdigit():
+        raise BrokenInvariantError(f"document {name!r} in the store has version {stored and stored[:40]!r}, which is no number")
+    return int(stored)
 
 
 def _ms(seconds: float) -> int:

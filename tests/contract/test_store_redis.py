@@ -16,8 +16,16 @@ from pathlib import Path
 
 import pytest
 import structlog
+from redis.asyncio import Redis
 
-from eplb_service.errors import ConflictError, DeadlineError, EplbError, InvalidInputError, StoreUnavailableError
+from eplb_service.errors import (
+    BrokenInvariantError,
+    ConflictError,
+    DeadlineError,
+    EplbError,
+    InvalidInputError,
+    StoreUnavailableError,
+)
 from eplb_service.ids import DeploymentId
 from eplb_service.store.address import parse_address
 from eplb_service.store.base import Document, Leadership, Write
@@ -182,6 +190,28 @@ def test_right_password_is_accepted(guarded_server: Path) -> None:
 
 def test_database_that_is_not_there_is_named(server: Path) -> None:
     assert "has no database 999" in start_error(make_store(f"unix://{server}?database=999"))
+
+
+def test_what_no_planner_wrote_is_named_and_ends_nothing_else(server: Path) -> None:
+    async def body() -> None:
+        store = make_store(f"unix://{server}?database=9")
+        await store.start()
+        leadership = await store.lead(NAME, owner="a", lease_s=60, floor=0, write_id="w")
+        await store.write(NAME, Write(write_id="x", epoch=leadership.epoch, puts={"settings": b"s", "generation/1": b"g"}))
+        async with Redis(unix_socket_path=str(server), db=9) as client:
+            await client.sadd("eplb:deployments", b"\xff\xfe", b"a b", b"", b"x" * 500)
+            await client.hset(f"eplb:{{{NAME}}}:versions", "settings", "one")
+            await client.hdel(f"eplb:{{{NAME}}}:versions", "generation/1")
+        with structlog.testing.capture_logs() as logs:
+            assert await store.deployments() == [NAME]
+        assert [entry["event"] for entry in logs] == ["deployments.odd"]
+        with pytest.raises(BrokenInvariantError, match=r"'settings' in the store has version b'one', which is no number"):
+            await store.read(NAME, ("settings",))
+        with pytest.raises(BrokenInvariantError, match=r"'generation/1' in the store has version None"):
+            await store.list(NAME, "generation/", limit=5)
+        await store.close()
+
+    asyncio.run(body())
 
 
 def test_databases_are_apart(server: Path) -> None:

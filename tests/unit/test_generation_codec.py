@@ -87,7 +87,7 @@ def test_everything_comes_back_as_it_was(placement: Placement) -> None:
 SMALL = Placement((Table.linear(model="m", layer_ids=(0, 1), num_logical=4, rank_ids=(0, 1), slots_per_rank=2),))
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"7", b"\xff", b"{}", b'{"format":1}'])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b"7", b"\xff", b"{}", b'{"format":1}', b"[" * 100_000])
 def test_bytes_that_are_no_document_are_damage_with_a_reason(data: bytes) -> None:
     for decode in (decode_placement, decode_generation, decode_live_map):
         with pytest.raises(BrokenInvariantError, match="is damaged: "):
