@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import click
@@ -13,6 +14,13 @@ from demo.story import DemoOptions, run_story
 from examples.tiny_moe.text import KINDS
 
 SECONDS_MIN = 12.0
+
+
+def end_on_signals() -> None:
+    """SIGTERM and a terminal that closes end the demo as Ctrl-C does, and Ctrl-C does so also in a script's background."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored by `nohup`
+            signal.signal(number, signal.default_int_handler)
 
 
 @click.command(short_help="Serve a real MoE here, rebalance it live and prove it.")
@@ -77,6 +85,7 @@ def demo(
     options = DemoOptions(
         ranks=ranks, seconds=seconds, policy=policy, keep_running=keep_running, port=port, seed=seed, kinds=chosen
     )
+    end_on_signals()
     with Screen(quiet=output == "json") as screen:
         result = run_story(options, screen)
     write_report(result, report)

@@ -19,17 +19,23 @@ from eplb_service.topology import Topology
 Int64Array = npt.NDArray[np.int64]
 ASSIGNMENTS_MIN = 4000
 """Fewest (token, choice) pairs of a layer that a comparison is made from: below that it is mostly sampling noise."""
+COMMIT_STEPS = 12
+"""About as many steps pass between a plan and its flip."""
 
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of serving under one set of rows. closed: its load is complete, the prompts have changed since."""
+    """A stretch of serving under one set of rows. closed: its load is complete, the prompts have changed since.
+
+    of_prompts_before: it was planned mostly from prompts that had changed by the time that it was live.
+    """
 
     generation: int
     table: Table
     first_sent: Int64Array
     last_sent: Int64Array
     closed: bool = False
+    of_prompts_before: bool = False
     slots_served: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @property
@@ -53,17 +59,24 @@ class MovedSlots:
 
 
 class Ledger:
-    """Spans of serving, made from inspections of all ranks."""
+    """Spans of serving, made from inspections of all ranks.
 
-    def __init__(self, *, model: str, num_logical: int, topology: Topology) -> None:
+    planned_steps: steps of the windows that a plan is made from.
+    """
+
+    def __init__(self, *, model: str, num_logical: int, topology: Topology, planned_steps: int = 0) -> None:
         self._model = model
         self._num_logical = num_logical
         self._topology = topology
+        self._fresh_steps = planned_steps // 2 + COMMIT_STEPS
+        self._boundary = 0
+        self._changed_at: int | None = None
         self.spans: list[Span] = []
 
     def offer(self, inspections: Sequence[Inspection]) -> bool:
         """Add what all ranks said; returns False when they were not all on the same rows (a flip fell in between)."""
         first = inspections[0]
+        self._boundary = max(inspection.boundary for inspection in inspections)
         digests = [layer.row_digest for layer in first.layers]
         if any([layer.row_digest for layer in inspection.layers] != digests for inspection in inspections[1:]):
             return False
@@ -78,7 +91,9 @@ class Ledger:
             if not self.spans[-1].closed:
                 self.spans[-1].last_sent = sent
         else:
-            self.spans.append(Span(generation, table, sent, sent))
+            flipped_at = max(layer.flip_boundary for layer in first.layers)
+            stale = self._changed_at is not None and flipped_at - self._changed_at < self._fresh_steps
+            self.spans.append(Span(generation, table, sent, sent, of_prompts_before=stale))
         self._note_served(self.spans[-1], inspections)
         return True
 
@@ -86,6 +101,7 @@ class Ledger:
         """What comes from now on is another load: a placement is compared on the load that it was made for."""
         if self.spans:
             self.spans[-1].closed = True
+            self._changed_at = self._boundary
 
     def _note_served(self, span: Span, inspections: Sequence[Inspection]) -> None:
         slots = span.table.slots_per_rank
@@ -114,6 +130,7 @@ class Ledger:
                     layers=tuple(f"layer {layer_id}" for layer_id in after.table.layer_ids),
                     rank_loads_before=rank_loads(loads, before.table, self._topology, dispatch),
                     rank_loads_after=rank_loads(loads, after.table, self._topology, dispatch),
+                    of_prompts_before=after.of_prompts_before,
                 )
             )
         return found

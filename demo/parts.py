@@ -15,6 +15,7 @@ from eplb_service.topology import Topology
 DEPLOYMENT = DeploymentId("demo")
 NUM_EXPERTS = 32
 WINDOW_STEPS = 24
+PLANNING_WINDOWS = 3
 STAGING_BYTES = 1 << 20
 CLEAN_STOP_S = 30.0
 
@@ -28,7 +29,7 @@ COST_FLAGS = (
 PLANNER_FLAGS = (
     "--mode=auto",
     "--planning-interval-s=0.5",
-    "--planning-windows=3",
+    f"--planning-windows={PLANNING_WINDOWS}",
     "--gate-min-generation-age-s=5",
     "--gate-min-gain-worst=0.04",
     "--gate-min-tokens=3000",

@@ -39,6 +39,7 @@ class Comparison:
     """The same later window scored under the placement before and after a generation.
 
     rank_loads_before, rank_loads_after: shape (L, R), tokens. generation: the one that made the difference.
+    of_prompts_before: it was planned mostly from other prompts than it then served, so it need not be better on these.
     """
 
     generation: int
@@ -47,6 +48,7 @@ class Comparison:
     layers: tuple[str, ...]
     rank_loads_before: Float64Array
     rank_loads_after: Float64Array
+    of_prompts_before: bool = False
 
     @property
     def before(self) -> Imbalance:
@@ -160,6 +162,7 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "mean_after": comparison.after.mean,
         "per_layer_before": list(comparison.before.per_layer),
         "per_layer_after": list(comparison.after.per_layer),
+        "of_prompts_before": comparison.of_prompts_before,
     }
 
 

@@ -15,7 +15,7 @@ from demo.chronicle import Chronicle
 from demo.ledger import Ledger
 from demo.observer import Observer
 from demo.oracle import OracleProcess
-from demo.parts import DEPLOYMENT, NUM_EXPERTS, Service, start_ranks, start_service, topology_of
+from demo.parts import DEPLOYMENT, NUM_EXPERTS, PLANNING_WINDOWS, WINDOW_STEPS, Service, start_ranks, start_service, topology_of
 from demo.prove import FLIPS_MIN, Evidence, prove
 from demo.result import DemoResult, Phase
 from demo.screen import Screen
@@ -75,7 +75,12 @@ def run_story(options: DemoOptions, screen: Screen) -> DemoResult:
         observer = Observer(service.address, DEPLOYMENT)
         observer.start()
         stack.callback(observer.stop)
-        ledger = Ledger(model=fleet.config.model_name, num_logical=NUM_EXPERTS, topology=topology_of(fleet))
+        ledger = Ledger(
+            model=fleet.config.model_name,
+            num_logical=NUM_EXPERTS,
+            topology=topology_of(fleet),
+            planned_steps=PLANNING_WINDOWS * WINDOW_STEPS,
+        )
         story = _Story(options, screen, service, serving, traffic, oracle, observer, ledger)
         result = story.run(setup_s=time.monotonic() - started)
         serving.close()
@@ -153,6 +158,7 @@ class _Story:
 
     def _enter(self, kind: str) -> None:
         self._end_phase()
+        self._inspect()
         self._ledger.prompts_changed()
         self._phases.append(Phase(kind=kind, begin_s=self._now, end_s=self._now))
         self._traffic.kind = self._screen.view.phase = kind
@@ -178,12 +184,15 @@ class _Story:
         for kind in itertools.cycle(kinds):
             round_end_s = self._phases[-1].begin_s + round_s
             while self._now < min(round_end_s, until_s):
-                if len(self._ledger.comparisons()) >= wanted:
+                if self._num_compared() >= wanted:
                     return
                 self._turn()
             if self._now >= until_s:
                 return
             self._enter(kind)
+
+    def _num_compared(self) -> int:
+        return sum(not comparison.of_prompts_before for comparison in self._ledger.comparisons())
 
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         deadline = time.monotonic() + timeout_s

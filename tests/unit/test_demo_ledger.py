@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agent.engine.reference.messages import Inspection, LayerInspection, RankState
-from demo.ledger import ASSIGNMENTS_MIN, Ledger
+from demo.ledger import ASSIGNMENTS_MIN, COMMIT_STEPS, Ledger
 from eplb_service.ids import LayerRef, RankId
 from eplb_service.placement import row_digest
 from eplb_service.topology import Topology
@@ -16,7 +16,14 @@ MOVED = (0, 1, 2, 0, 3, 2)
 
 
 def inspections(
-    row: tuple[int, ...], sent: tuple[int, ...], *, generation: int = 0, served: tuple[int, ...] = (0,) * 6, layers: int = 1
+    row: tuple[int, ...],
+    sent: tuple[int, ...],
+    *,
+    generation: int = 0,
+    served: tuple[int, ...] = (0,) * 6,
+    layers: int = 1,
+    boundary: int = 1,
+    flip_boundary: int = -1,
 ) -> list[Inspection]:
     """What both ranks say: each sent half of `sent` to the slots."""
     found = []
@@ -30,14 +37,14 @@ def inspections(
                 slot_digests=(0, 0, 0),
                 tokens=(0, 0, 0),
                 tokens_since_flip=served[rank * 3 : rank * 3 + 3],
-                flip_boundary=-1,
+                flip_boundary=flip_boundary,
                 sent=tuple(count // 2 for count in sent),
             )
             for layer_id in range(layers)
         ]
         found.append(
             Inspection(
-                tag=1, rank_id=rank, state=next(iter(RankState)), boundary=1, real_tokens=0, dummy_steps=0,
+                tag=1, rank_id=rank, state=next(iter(RankState)), boundary=boundary, real_tokens=0, dummy_steps=0,
                 waiting=0, running=0, layers=tuple(layer),
             )
         )  # fmt: skip
@@ -98,6 +105,21 @@ def test_after_the_prompts_changed_a_span_takes_no_more_load(ledger: Ledger) -> 
     ledger.offer(inspections(MOVED, (MANY, 0, 0, 0, 2 * MANY, 0), generation=1))
     ledger.offer(inspections(MOVED, (MANY, 0, 0, 0, 4 * MANY, 0), generation=1))
     assert ledger.spans[1].loads.tolist() == [[0, 0, 0, 2 * MANY]]
+
+
+@pytest.mark.parametrize(
+    ("flip_boundary", "stale"), [(90, True), (100 + 35 + COMMIT_STEPS, True), (100 + 36 + COMMIT_STEPS, False)]
+)
+def test_generation_that_was_planned_mostly_from_earlier_prompts_is_told_apart(flip_boundary: int, stale: bool) -> None:
+    ledger = Ledger(model="m", num_logical=4, topology=Topology((RankId(0), RankId(1)), ("a", "b")), planned_steps=72)
+    ledger.prompts_changed()  # the first prompts: there were none before
+    ledger.offer(inspections(LINEAR, (0,) * 6))
+    ledger.offer(inspections(MOVED, (0,) * 6, generation=1, boundary=20, flip_boundary=16))
+    ledger.offer(inspections(MOVED, SOME, generation=1, boundary=100, flip_boundary=16))
+    ledger.prompts_changed()
+    ledger.offer(inspections(LINEAR, SOME, generation=2, boundary=160, flip_boundary=flip_boundary))
+    ledger.offer(inspections(LINEAR, (2 * MANY, 0, 0, 0, 0, 0), generation=2, boundary=170, flip_boundary=flip_boundary))
+    assert [comparison.of_prompts_before for comparison in ledger.comparisons()] == [False, stale]
 
 
 def test_slots_that_moved_count_as_served_only_when_they_computed_tokens(ledger: Ledger) -> None:

@@ -194,6 +194,20 @@ def only_one_comparison(case: Case) -> None:
     case.result.comparisons.pop()
 
 
+def test_generation_overtaken_by_a_change_of_prompts_need_not_be_a_gain_nor_counts_as_one(
+    digests: dict[int, tuple[int, ...]],
+) -> None:
+    case = Case(digests)
+    overtaken = replace(comparison(3, before=210, after=300), of_prompts_before=True)
+    case.result.comparisons = [comparison(1), comparison(2), overtaken]
+    (gain,) = [check for check in case.checks() if check.name.startswith(NAMES["gain"])]
+    assert gain.passed
+    assert gain.detail.endswith("planned mostly from other prompts than it then served, not compared: [3]")
+    case.result.comparisons = [comparison(1), overtaken]
+    (gain,) = [check for check in case.checks() if check.name.startswith(NAMES["gain"])]
+    assert not gain.passed
+
+
 def test_what_an_operator_ordered_need_not_be_a_gain_nor_come_from_the_gate(digests: dict[int, tuple[int, ...]]) -> None:
     case = Case(digests)
     case.result.generations.append(replace(generation(3), by_operator=True, moves=0))
