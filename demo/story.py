@@ -157,9 +157,10 @@ class _Story:
         return time.monotonic() - self._begin
 
     def _enter(self, kind: str) -> None:
-        self._end_phase()
-        self._inspect()
-        self._ledger.prompts_changed()
+        if self._phases:
+            self._end_phase()
+            self._inspect()
+            self._ledger.prompts_changed()
         self._phases.append(Phase(kind=kind, begin_s=self._now, end_s=self._now))
         self._traffic.kind = self._screen.view.phase = kind
         self._screen.event(f"prompts are now {kind}")
