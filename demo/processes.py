@@ -26,6 +26,12 @@ def die_with_parent() -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+def ignore_interrupts() -> None:
+    """From now on Ctrl-C changes nothing: the parts are being stopped, each within its deadline, so that nothing is left."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
 @dataclass(slots=True)
 class Supervised:
     """One process of the product, restarted when it dies.

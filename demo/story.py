@@ -16,6 +16,7 @@ from demo.ledger import Ledger
 from demo.observer import Observer
 from demo.oracle import OracleProcess
 from demo.parts import DEPLOYMENT, NUM_EXPERTS, PLANNING_WINDOWS, WINDOW_STEPS, Service, start_ranks, start_service, topology_of
+from demo.processes import ignore_interrupts
 from demo.prove import FLIPS_MIN, Evidence, prove
 from demo.result import DemoResult, Phase
 from demo.screen import Screen
@@ -58,34 +59,41 @@ def run_story(options: DemoOptions, screen: Screen) -> DemoResult:
     """Run the demo. What must hold is in the result's checks. Raises EplbError when a part cannot be started or dies."""
     started = time.monotonic()
     with ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="eplb-demo-"))
-        stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        oracle = OracleProcess()
-        oracle.start()
-        stack.callback(oracle.kill)
-        screen.event("starting the embedded store, the planner and the agent process")
-        service = start_service(folder, stack, policy=options.policy, port=options.port)
-        screen.event(f"starting {options.ranks} ranks of the reference engine")
-        ranks = start_ranks(folder, ranks=options.ranks, socket=service.socket, hook_factory=options.hook_factory)
-        fleet = stack.enter_context(ranks)
-        traffic = Traffic(seed=options.seed)
-        clients = [fleet.client(position) for position in range(options.ranks)]
-        serving = Serving(clients, traffic, in_flight=options.in_flight, finished=oracle.submit)
-        stack.callback(serving.close)
-        observer = Observer(service.address, DEPLOYMENT)
-        observer.start()
-        stack.callback(observer.stop)
-        ledger = Ledger(
-            model=fleet.config.model_name,
-            num_logical=NUM_EXPERTS,
-            topology=topology_of(fleet),
-            planned_steps=PLANNING_WINDOWS * WINDOW_STEPS,
-        )
-        story = _Story(options, screen, service, serving, traffic, oracle, observer, ledger)
-        result = story.run(setup_s=time.monotonic() - started)
-        serving.close()
-        fleet.stop(timeout_s=RANKS_STOP_S)
-        return result
+        try:
+            return _run_in(stack, options, screen, started)
+        finally:
+            ignore_interrupts()
+
+
+def _run_in(stack: ExitStack, options: DemoOptions, screen: Screen, started: float) -> DemoResult:
+    folder = Path(tempfile.mkdtemp(prefix="eplb-demo-"))
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    oracle = OracleProcess()
+    oracle.start()
+    stack.callback(oracle.kill)
+    screen.event("starting the embedded store, the planner and the agent process")
+    service = start_service(folder, stack, policy=options.policy, port=options.port)
+    screen.event(f"starting {options.ranks} ranks of the reference engine")
+    ranks = start_ranks(folder, ranks=options.ranks, socket=service.socket, hook_factory=options.hook_factory)
+    fleet = stack.enter_context(ranks)
+    traffic = Traffic(seed=options.seed)
+    clients = [fleet.client(position) for position in range(options.ranks)]
+    serving = Serving(clients, traffic, in_flight=options.in_flight, finished=oracle.submit)
+    stack.callback(serving.close)
+    observer = Observer(service.address, DEPLOYMENT)
+    observer.start()
+    stack.callback(observer.stop)
+    ledger = Ledger(
+        model=fleet.config.model_name,
+        num_logical=NUM_EXPERTS,
+        topology=topology_of(fleet),
+        planned_steps=PLANNING_WINDOWS * WINDOW_STEPS,
+    )
+    story = _Story(options, screen, service, serving, traffic, oracle, observer, ledger)
+    result = story.run(setup_s=time.monotonic() - started)
+    serving.close()
+    fleet.stop(timeout_s=RANKS_STOP_S)
+    return result
 
 
 class _Story:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from demo.command import end_on_signals
+from demo.processes import ignore_interrupts
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -33,3 +34,10 @@ def test_what_nohup_ignores_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     end_on_signals()
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_ctrl_c_that_comes_while_the_parts_are_stopped_changes_nothing() -> None:
+    end_on_signals()
+    ignore_interrupts()
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGTERM)
