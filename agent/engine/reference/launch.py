@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
+import signal
 import socket
 import time
 from collections.abc import Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -36,6 +38,15 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise EnvironmentFault(f"no free port on {host} between {_PORTS.start} and {_PORTS.stop - 1} in 100 tries")
 
 
+def _start_fork_server() -> None:
+    """Start it with SIGINT blocked: a terminal's Ctrl-C would end its imports with a traceback; the launcher decides."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
     """Start all ranks of a fleet and wait until every one is ready.
 
@@ -52,21 +63,22 @@ def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run_rank.__module__, config.model_factory.partition(":")[0], *preload])
+    _start_fork_server()
     processes: list[BaseProcess] = []
     connections: list[Connection] = []
-    for position, rank_id in enumerate(config.rank_ids):
-        ours, theirs = context.Pipe()
-        rank = RankConfig(fleet=config, position=position)
-        process = context.Process(target=run_rank, args=(rank, theirs), name=f"rank-{rank_id}", daemon=True)
-        process.start()
-        theirs.close()
-        processes.append(process)
-        connections.append(ours)
-    fleet = Fleet(config, processes, connections)
     try:
+        for position, rank_id in enumerate(config.rank_ids):
+            ours, theirs = context.Pipe()
+            rank = RankConfig(fleet=config, position=position)
+            process = context.Process(target=run_rank, args=(rank, theirs), name=f"rank-{rank_id}", daemon=True)
+            process.start()
+            processes.append(process)
+            theirs.close()
+            connections.append(ours)
+        fleet = Fleet(config, processes, connections)
         fleet.wait_ready()
-    except BaseException:
-        fleet.kill()
+    except BaseException:  # also an interrupt between two starts
+        Fleet(config, processes, connections).kill()
         raise
     return fleet
 
