@@ -104,7 +104,6 @@ def plan_row(
     layout: Layout, limits: Limits, current: npt.NDArray[np.int32], load: npt.NDArray[np.float64], steps_max: int
 ) -> npt.NDArray[np.int32]:
     """A row for one layer: every part (a node with its expert groups, or everything) planned by itself. Returns shape (P,)."""
-    current_slots = current.reshape(limits.usable.shape)
     best, lowest = np.full(limits.usable.shape, -1, np.int32), np.inf
     for parts in layout.alternatives(current, load):
         bins = np.full(limits.usable.shape, -1, np.int32)
@@ -114,8 +113,7 @@ def plan_row(
         height = float((kernels.loads_of_bins(bins, load) / limits.capacity).max())
         if height < lowest:
             best, lowest = bins, height
-    matched = kernels.match_ranks(best, current_slots, layout.kinds, load.size)
-    return kernels.align(matched, current_slots, limits.usable).reshape(-1)
+    return kernels.row_near(best, current, limits.usable, layout.kinds, load.size)
 
 
 def plan_part(

@@ -156,9 +156,7 @@ def _take_if_better(search: _Search, layer: int, bins: npt.NDArray[np.int32]) ->
     """Turn bins into a row near the live one and keep it when it is lower than what was known."""
     limits, table = search.limits, search.problem.current
     current = table.physical_to_logical[layer]
-    slots = current.reshape(limits.usable.shape)
-    matched = kernels.match_ranks(bins, slots, search.layout.kinds, table.num_logical)
-    row = kernels.align(matched, slots, limits.usable).reshape(-1)
+    row = kernels.row_near(bins, current, limits.usable, search.layout.kinds, table.num_logical)
     height = height_of(row, search.loads[layer], limits)
     if height >= search.heights[layer] * (1 - 1e-9):
         return

@@ -390,3 +390,12 @@ def align(bins: Int32Array, current: Int32Array, usable: BoolArray) -> Int32Arra
                 free += 1
             result[rank, free] = wanted[index]
     return result
+
+
+def row_near(bins: Int32Array, current: Int32Array, usable: BoolArray, kinds: Int64Array, num_logical: int) -> Int32Array:
+    """A row of shape (P,) from bins, with ranks and slots swapped so that as much as possible stays where `current` has it."""
+    # Always a fresh array: a live placement is read-only, one that came from another process is not, and for numba these are
+    # two types. It would compile the loops a second time, for seconds, in the middle of a first plan.
+    slots = current.reshape(usable.shape).copy()
+    row: Int32Array = align(match_ranks(bins, slots, kinds, num_logical), slots, usable).reshape(-1)
+    return row
