@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import select
+import signal
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from agent.engine.reference.client import RankClient
 from agent.engine.reference.config import FleetConfig
 from agent.engine.reference.front_door import FrontDoor
+from agent.engine.reference.launch import held_back
 from agent.engine.reference.messages import (
     FRAME_BYTES_MAX,
     FROM_ENGINE,
@@ -261,3 +263,16 @@ def test_slots_default_to_one_more_than_needed() -> None:
     assert config(slots_per_rank=9).slots(11) == 9
     with pytest.raises(InvalidInputError, match="11 experts do not fit 2 ranks x 5 slots = 10; use at least 6 slots per rank"):
         config(slots_per_rank=5).slots(11)
+
+
+def test_interrupt_while_a_rank_is_started_arrives_once_it_is_known() -> None:
+    steps: list[str] = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), held_back(signal.SIGINT):
+            signal.raise_signal(signal.SIGINT)
+            steps.append("known")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert steps == ["known"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

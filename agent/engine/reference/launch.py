@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import secrets
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -38,11 +39,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     raise EnvironmentFault(f"no free port on {host} between {_PORTS.start} and {_PORTS.stop - 1} in 100 tries")
 
 
-def _start_fork_server() -> None:
-    """Start it with SIGINT blocked: a terminal's Ctrl-C would end its imports with a traceback; the launcher decides."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+@contextlib.contextmanager
+def held_back(*numbers: signal.Signals) -> Iterator[None]:
+    """Signals that come meanwhile arrive afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -63,7 +65,8 @@ def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([run_rank.__module__, config.model_factory.partition(":")[0], *preload])
-    _start_fork_server()
+    with held_back(signal.SIGINT):  # and for its life: Ctrl-C would end its imports with a traceback; the launcher decides
+        forkserver.ensure_running()
     processes: list[BaseProcess] = []
     connections: list[Connection] = []
     try:
@@ -71,13 +74,14 @@ def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
             ours, theirs = context.Pipe()
             rank = RankConfig(fleet=config, position=position)
             process = context.Process(target=run_rank, args=(rank, theirs), name=f"rank-{rank_id}", daemon=True)
-            process.start()
-            processes.append(process)
+            with held_back(signal.SIGINT, signal.SIGTERM):  # a rank that nobody knows of would wait for its peers for long
+                process.start()
+                processes.append(process)
             theirs.close()
             connections.append(ours)
         fleet = Fleet(config, processes, connections)
         fleet.wait_ready()
-    except BaseException:  # also an interrupt between two starts
+    except BaseException:  # also an interrupt
         Fleet(config, processes, connections).kill()
         raise
     return fleet
