@@ -267,11 +267,16 @@ def test_slots_default_to_one_more_than_needed() -> None:
 
 def test_interrupt_while_a_rank_is_started_arrives_once_it_is_known() -> None:
     steps: list[str] = []
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), held_back(signal.SIGINT):
+
+    def start() -> None:
+        with held_back(signal.SIGINT):
             signal.raise_signal(signal.SIGINT)
             steps.append("known")
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            start()
     finally:
         signal.signal(signal.SIGINT, before)
     assert steps == ["known"]
