@@ -18,7 +18,7 @@ from eplb_service.store.address import parse_address
 
 DEFAULT_PORT = 7470
 DEFAULT_METRICS_PORT = 7471
-MODES = ("observe", "auto")
+MODES = ("observe", "auto", "pinned")
 EMBEDDED = "embedded"
 
 
@@ -59,7 +59,9 @@ class StoreConfig:
 class PlanningConfig:
     """When and how plans are made."""
 
-    mode: str = setting("observe", "mode of a new deployment: plan and show only, or publish too", choices=MODES)
+    mode: str = setting(
+        "observe", "mode of a new deployment: plan and show only, publish too, or keep what is live", choices=MODES
+    )
     policy: str = setting("greedy", "policy of a new deployment")
     interval_s: float = setting(10.0, "least time between two plans of a deployment", unit="s", low=0.0, high=86_400.0)
     windows: int = setting(4, "closed windows that a plan is made from", unit="windows", low=1, high=1024)

@@ -39,7 +39,7 @@ COMMANDS = {
     "rollback": ("eplb_service.cli.steer:rollback", "Restore the placement of an earlier generation."),
     "pause": ("eplb_service.cli.steer:pause", "No new generations until resumed."),
     "resume": ("eplb_service.cli.steer:resume", "Undo pause."),
-    "mode": ("eplb_service.cli.steer:mode", "Switch a deployment between observe and auto."),
+    "mode": ("eplb_service.cli.steer:mode", "Switch a deployment between observe, auto and pinned."),
 }
 # Commands of other packages (entry points `eplb.commands`), with the sentence that `eplb --help` shows.
 PLUGGED = {"agent": "Run the agent process of a node.", "demo": "Serve a real MoE here, rebalance it live and prove it."}

@@ -119,16 +119,19 @@ def resume(deployment: str | None, output: str, client: PlannerClient) -> None:
     _settings(client.call(client.admin.Resume, admin_pb2.ResumeRequest(deployment=name)), output)
 
 
-@click.command(short_help="Switch a deployment between observe and auto.")
-@click.argument("mode", type=click.Choice(["observe", "auto"]))
+@click.command(short_help="Switch a deployment between observe, auto and pinned.")
+@click.argument("mode", type=click.Choice(["observe", "auto", "pinned"]))
 @deployment_option
 @output_option
 @planner_options
 def mode(mode: str, deployment: str | None, output: str, client: PlannerClient) -> None:
-    """Set the mode: observe plans and shows but publishes nothing by itself; auto acts when it pays.
+    """Set the mode: observe plans and shows but publishes nothing by itself; auto acts when it pays; pinned keeps what is live.
+
+    While pinned, `eplb rebalance` is refused too; `eplb rollback` still restores a generation that you choose.
 
     \b
     Example:  eplb mode auto -d chat-decode
+              eplb rollback 7 -d chat-decode && eplb mode pinned -d chat-decode
     """
     name = the_deployment(client, deployment)
     _settings(client.call(client.admin.SetMode, admin_pb2.SetModeRequest(deployment=name, mode=mode)), output)

@@ -173,7 +173,7 @@ class Steering:
         return await self._change(paused=False, pause_reason="")
 
     async def set_mode(self, mode: str) -> Settings:
-        """`observe` or `auto`."""
+        """`observe`, `auto`, or `pinned`: only a rollback changes what is live."""
         if mode not in MODES:
             raise InvalidInputError(f"mode {mode[:40]!r} is unknown: use {' or '.join(MODES)}")
         return await self._change(mode=mode)
@@ -215,6 +215,11 @@ class Steering:
     async def _rebalance(self, key: str, asked: str, *, force: bool, policy: str) -> RequestRecord:
         deployment = self.deployment
         async with deployment.planning:
+            if deployment.ledger.settings.mode == "pinned":
+                raise ConflictError(
+                    f"{deployment.name} is pinned: what is live stays; `eplb mode observe` or `eplb mode auto` lifts the pin,"
+                    " `eplb rollback` restores a generation of your choice"
+                )
             self._check_plannable()
             decision = await deployment.decide(policy or deployment.ledger.settings.policy)
             verdict = self._verdict(decision)

@@ -210,6 +210,33 @@ def test_observe_mode_shows_what_it_would_do_and_publishes_nothing() -> None:
     run(scenario())
 
 
+def test_a_pinned_deployment_keeps_what_is_live_also_over_a_restart_until_the_pin_is_lifted() -> None:
+    """HYGON-AI/vllm-plugin-das#69, #70: a static map was overwritten by the periodic rebalance."""
+
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store, planning__mode="auto") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            pinned = await fleet.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="pinned"))
+            assert pinned.mode == "pinned"
+        async with planner(store, planning__mode="auto", store__owner="another") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            assert (await status_of(fleet)).settings.mode == "pinned"  # the store wins over the configuration
+            fleet.report(fleet.skewed())
+            assert (await verdict_of(fleet)).move
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="k", force=True))
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "pinned" in (caught.value.details() or "")
+            listed = await fleet.placement.ListGenerations(placement_pb2.ListGenerationsRequest(deployment="chat"))
+            assert not listed.generations
+            await fleet.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="auto"))
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())
+
+
 def test_same_idempotency_key_gives_the_same_answer_also_after_a_restart() -> None:
     async def scenario() -> None:
         store = FlakyStore()

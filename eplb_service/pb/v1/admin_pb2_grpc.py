@@ -116,7 +116,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetMode(self, request, context):
-        """Mode of a deployment: "observe" (plan and show, publish nothing by itself) or "auto".
+        """Mode of a deployment: "observe" (plan and show, publish nothing by itself), "auto", or "pinned" (only a rollback changes
+        what is live).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
