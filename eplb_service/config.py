@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from eplb_service.control import PLANNER_PORT
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import CostModel, GateConfig
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
 
-DEFAULT_PORT = 7470
 DEFAULT_METRICS_PORT = 7471
 MODES = ("observe", "auto", "pinned")
 EMBEDDED = "embedded"
@@ -27,7 +27,7 @@ class ListenConfig:
     """Where gRPC is served."""
 
     host: str = setting("127.0.0.1", "address that gRPC is served on; 0.0.0.0 for all")
-    port: int = setting(DEFAULT_PORT, "port that gRPC is served on; 0 picks a free one", low=0, high=65535)
+    port: int = setting(PLANNER_PORT, "port that gRPC is served on; 0 picks a free one", low=0, high=65535)
     tls_cert: str | None = setting(None, "PEM file of the planner's certificate chain; with tls_key turns TLS on", kind=str)
     tls_key: str | None = setting(None, "PEM file of the key of tls_cert", kind=str)
     tls_client_ca: str | None = setting(None, "PEM file: only clients whose certificate it signed may call", kind=str)

@@ -15,6 +15,9 @@ from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, Gro
 PROTOCOL_VERSION_MIN = 1
 PROTOCOL_VERSION_MAX = 1
 
+PLANNER_PORT = 7470
+"""Where a planner serves and its clients look, unless told otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Address:

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import click
 import grpc
 
+from eplb_service.control import PLANNER_PORT
 from eplb_service.errors import InvalidInputError, NotFoundError
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc, placement_pb2_grpc
-from eplb_service.rpc.channel import CLIENT_OPTIONS, DEFAULT_PORT, TlsFiles, client_credentials, parse_target
+from eplb_service.rpc.channel import CLIENT_OPTIONS, TlsFiles, client_credentials, parse_target
 from eplb_service.rpc.status import error_of
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-DEFAULT_PLANNER = f"127.0.0.1:{DEFAULT_PORT}"
+DEFAULT_PLANNER = f"127.0.0.1:{PLANNER_PORT}"
 ASK_TIMEOUT_S = 10.0
 ORDER_TIMEOUT_S = 90.0
 """For what makes the planner solve or withdraw first: longer than its own deadlines for that (30 s and 60 s by default)."""

@@ -16,6 +16,7 @@ from eplb_service.cli.client import (
     the_deployment,
 )
 from eplb_service.cli.output import output_option, print_fact, print_json, to_plain
+from eplb_service.config import MODES
 from eplb_service.errors import EnvironmentFault
 from eplb_service.pb.v1 import admin_pb2
 
@@ -120,7 +121,7 @@ def resume(deployment: str | None, output: str, client: PlannerClient) -> None:
 
 
 @click.command(short_help="Switch a deployment between observe, auto and pinned.")
-@click.argument("mode", type=click.Choice(["observe", "auto", "pinned"]))
+@click.argument("mode", type=click.Choice(MODES))
 @deployment_option
 @output_option
 @planner_options

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import grpc
 
+from eplb_service.control import PLANNER_PORT
 from eplb_service.errors import InvalidInputError
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -18,7 +19,6 @@ KEEPALIVE_TIMEOUT_MS = 5_000
 RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 5_000
 CONNECT_TIMEOUT_MS = 5_000
-DEFAULT_PORT = 7470
 
 _LIMITS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
@@ -80,7 +80,7 @@ def parse_target(address: str) -> str:
     match = _HOST_PORT.fullmatch(address)
     if match is None:
         raise InvalidInputError(f"planner address {address[:200]!r} is not HOST:PORT, [IPV6]:PORT or unix:PATH")
-    port = int(match["port"]) if match["port"] else DEFAULT_PORT
+    port = int(match["port"]) if match["port"] else PLANNER_PORT
     if not 1 <= port <= 65535:
         raise InvalidInputError(f"planner address {address[:200]!r}: port {port} is out of range; expected 1 to 65535")
     return f"{match['host']}:{port}"

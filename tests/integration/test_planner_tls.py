@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,16 +17,9 @@ from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc
 from eplb_service.rpc.channel import TlsFiles, open_channel
 from eplb_service.rpc.status import error_of
 from eplb_service.store.memory import MemoryStore
+from tests.certificates import self_signed
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with the openssl command")
-
-
-def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    return certificate, key
 
 
 def serving(listen: ListenConfig) -> Service:

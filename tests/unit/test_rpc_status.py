@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from eplb_service.errors import (
 )
 from eplb_service.rpc.channel import SERVER_OPTIONS, TlsFiles, client_credentials, open_channel, parse_target
 from eplb_service.rpc.status import STATUS_OF, StatusInterceptor, error_of, status_of, transport_error
+from tests.certificates import self_signed
 
 ALL_ERRORS = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, EplbError)]
 
@@ -204,15 +204,6 @@ def test_tls_files_are_checked_before_anything_connects(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInputError, match=complaint):
             client_credentials(files)
-
-
-def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
-    """Certificate and key for localhost."""
-    certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2"]
-    names = ["-subj", f"/CN={name}", "-addext", "subjectAltName=DNS:localhost"]
-    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(certificate)], check=True, capture_output=True)
-    return certificate, key
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes its certificates with the openssl command")
