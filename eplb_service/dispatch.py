@@ -118,7 +118,7 @@ def rank_loads(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch:
 
 
 def imbalance_of(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch: Dispatch = Dispatch.EVEN) -> Imbalance:
-    """Imbalance of a placement under loads of shape (L, E), over the ranks that serve and by their capacities.
+    """Imbalance of a placement under loads of shape (L, E), over the ranks that serve, by their capacities and own work.
 
     Raises InvalidInputError when every rank is dead, and what `rank_loads` raises.
     """
@@ -126,4 +126,5 @@ def imbalance_of(loads: npt.ArrayLike, table: Table, topology: Topology, dispatc
     if not alive:
         raise InvalidInputError(f"all {topology.num_ranks} ranks are dead; nothing can be served")
     capacity = None if topology.capacity is None else [topology.capacity[position] for position in alive]
-    return Imbalance.of(rank_loads(loads, table, topology, dispatch)[:, alive], capacity)
+    base_load = None if topology.base_load is None else [topology.base_load[position] for position in alive]
+    return Imbalance.of(rank_loads(loads, table, topology, dispatch)[:, alive], capacity, base_load)

@@ -13,18 +13,25 @@ import numpy.typing as npt
 Float64Array = npt.NDArray[np.float64]
 
 
-def imbalance_per_layer(rank_loads: npt.ArrayLike, capacity: npt.ArrayLike | None = None) -> Float64Array:
+def imbalance_per_layer(
+    rank_loads: npt.ArrayLike, capacity: npt.ArrayLike | None = None, base_load: npt.ArrayLike | None = None
+) -> Float64Array:
     """Imbalance of each layer. Rank loads: shape (L, R), tokens; capacity: shape (R,), relative, > 0. Returns (L,).
 
-    With capacities it is max(load / capacity) over (total load / total capacity).
+    base_load: shape (R,), work of each rank beside these tokens, in mean rank loads. With it and capacities, imbalance is
+    max(work / capacity) over (total work / total capacity), where work = tokens + base_load * mean tokens.
 
     >>> imbalance_per_layer([[10, 10], [30, 10], [0, 0]]).tolist()
     [1.0, 1.5, 1.0]
+    >>> imbalance_per_layer([[10, 10]], base_load=[0.0, 1.0]).round(3).tolist()
+    [1.333]
     """
     loads = np.asarray(rank_loads, np.float64)
     speed = np.ones(loads.shape[-1]) if capacity is None else np.asarray(capacity, np.float64)
     total = loads.sum(axis=-1)
-    mean = total / speed.sum()
+    if base_load is not None:
+        loads = loads + np.asarray(base_load, np.float64) * loads.mean(axis=-1, keepdims=True)
+    mean = loads.sum(axis=-1) / speed.sum()
     worst = (loads / speed).max(axis=-1)
     return np.where(total > 0, worst / np.where(total > 0, mean, 1.0), 1.0)
 
@@ -36,9 +43,11 @@ class Imbalance:
     per_layer: tuple[float, ...]
 
     @classmethod
-    def of(cls, rank_loads: npt.ArrayLike, capacity: npt.ArrayLike | None = None) -> Imbalance:
+    def of(
+        cls, rank_loads: npt.ArrayLike, capacity: npt.ArrayLike | None = None, base_load: npt.ArrayLike | None = None
+    ) -> Imbalance:
         """From rank loads of shape (L, R)."""
-        return cls(tuple(imbalance_per_layer(rank_loads, capacity).tolist()))
+        return cls(tuple(imbalance_per_layer(rank_loads, capacity, base_load).tolist()))
 
     @property
     def mean(self) -> float:

@@ -26,6 +26,8 @@ class Topology:
     nodes: node name of each rank, same length; from registration, never from a constant.
     capacity: relative speed of each rank, > 0; None = all equal.
     dead: ids of ranks that serve nothing now; their slots are -1 in every placement.
+    base_load: work of each rank that no placement moves (attention, shared experts), in mean rank loads of a layer: 0.1 = as
+    busy as a tenth of the tokens that a rank serves on average; None = none.
 
     >>> Topology.regular(num_ranks=4, num_nodes=2).node_of(2)
     'node1'
@@ -35,6 +37,7 @@ class Topology:
     nodes: tuple[str, ...]
     capacity: tuple[float, ...] | None = None
     dead: frozenset[RankId] = frozenset()
+    base_load: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.rank_ids:
@@ -43,11 +46,15 @@ class Topology:
             raise InvalidInputError(f"rank ids must be unique; got {list(self.rank_ids)}")
         if len(self.nodes) != len(self.rank_ids):
             raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(self.nodes)} node names; give one node for each rank")
-        if self.capacity is not None:
-            if len(self.capacity) != len(self.rank_ids):
-                raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(self.capacity)} capacities")
-            if not all(0 < value < float("inf") for value in self.capacity):
-                raise InvalidInputError(f"capacities must be finite and > 0; got {list(self.capacity)}")
+        for name, values in (("capacities", self.capacity), ("base loads", self.base_load)):
+            if values is not None and len(values) != len(self.rank_ids):
+                raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(values)} {name}")
+        if self.capacity is not None and not all(0 < value < float("inf") for value in self.capacity):
+            raise InvalidInputError(
+                f"capacities must be finite and > 0; got {list(self.capacity)}; declare a rank that serves nothing dead"
+            )
+        if self.base_load is not None and not all(0 <= value < float("inf") for value in self.base_load):
+            raise InvalidInputError(f"base loads must be finite and >= 0; got {list(self.base_load)}")
         unknown = self.dead - set(self.rank_ids)
         if unknown:
             raise InvalidInputError(f"dead ranks {sorted(unknown)} are not among the ranks {list(self.rank_ids)}")

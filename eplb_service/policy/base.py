@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Protocol
 
 import numpy as np
@@ -20,23 +20,78 @@ from eplb_service.moves import MoveSummary
 from eplb_service.placement import Table
 from eplb_service.topology import Topology
 
+SOURCE_TOLERANCE = 1e-6
+"""Relative difference between loads and the sum of source loads that rounding may explain."""
+
+
+class FailureDomain(StrEnum):
+    """What may be lost at once."""
+
+    RANK = "rank"
+    NODE = "node"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resilience:
+    """Experts that must still have a replica after any one failure domain is lost.
+
+    hot_share: share of each layer's experts, hottest first, that must be on at least two domains; 1.0 = all of them.
+    """
+
+    hot_share: float = 1.0
+    domain: FailureDomain = FailureDomain.NODE
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.hot_share <= 1.0:
+            raise InvalidInputError(f"the share of experts to protect must be above 0 and at most 1; got {self.hot_share}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ExpertOnRank:
+    """An expert and a rank, for pinning and barring. layer_id None = every layer."""
+
+    expert: int
+    rank_id: int
+    layer_id: int | None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
     """What a placement must respect beside coverage.
 
     num_groups: expert groups G that share a node (hierarchical planning); None = no groups.
+    group_price: None = groups are strict; else each replica off its group's node costs as much as this many moves.
     distinct_ranks: never two copies of an expert on one rank when it can be avoided.
     unusable_slots: (rank id, local slot) pairs that must stay empty.
-    max_moves: most residencies to move in this plan; None = no limit.
+    pinned: residencies that must be there; barred: residencies that must not.
+    resilience: experts that must outlive a lost rank or node; None = nothing beyond coverage.
+    max_moves, max_move_bytes: most residencies to move, and their bytes, in this plan; None = no limit.
+    max_moves_per_rank: most experts that one rank takes in, over all layers. max_moves_per_layer: most moves in one layer.
+    max_layers: most layers that change.
     max_replicas: width of the engine's replica table; None = no limit.
     """
 
     num_groups: int | None = None
+    group_price: float | None = None
     distinct_ranks: bool = True
     unusable_slots: frozenset[tuple[int, int]] = frozenset()
+    pinned: frozenset[ExpertOnRank] = frozenset()
+    barred: frozenset[ExpertOnRank] = frozenset()
+    resilience: Resilience | None = None
     max_moves: int | None = None
+    max_move_bytes: int | None = None
+    max_moves_per_rank: int | None = None
+    max_moves_per_layer: int | None = None
+    max_layers: int | None = None
     max_replicas: int | None = None
+
+
+class Effort(StrEnum):
+    """How long a policy searches when no work budget is given. Seconds are those of the standard work on one core."""
+
+    QUICK = "quick"  # about 1 s
+    NORMAL = "normal"  # about 5 s
+    THOROUGH = "thorough"  # about 30 s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,23 +99,36 @@ class PlanningProblem:
     """Everything a policy may look at; equal problems give equal plans on any machine.
 
     loads: shape (W, L, E), float64, tokens; finite, >= 0. W sub-windows in time order, at least 1.
+    source_loads: shape (L, R, E), float64, tokens that each rank sent, over all sub-windows; None = every rank that serves sent
+    as many of each expert. Only nearest dispatch looks at it.
     current: the placement that is live now (also fixes layers, ranks and slots).
-    from_nothing: current holds no weights worth keeping (a first, offline plan): max_moves does not bind.
+    wanted: a placement to go to, for policies that are given one (`static`).
+    from_nothing: current holds no weights worth keeping (a first, offline plan): move limits do not bind.
+    max_imbalance: the target: every layer at or under it with the fewest moves. None = the policy's own choice.
+    front: return the Pareto front (balance against moves) too, where the policy can.
+    certify: spend time on lower bounds too, where the policy can.
     expert_bytes: bytes of one expert of each layer. Length L.
     dispatch: how the engine picks a replica.
-    time_limit_s: hard stop; work_budget: units of work (policy's own) that bound the search on every machine alike.
+    time_limit_s: hard stop; work_budget: units of work (policy's own, over all layers) that bound the search on every machine
+    alike; None = what `effort` stands for.
     """
 
     loads: npt.NDArray[np.float64]
     topology: Topology
     current: Table
+    source_loads: npt.NDArray[np.float64] | None = None
+    wanted: Table | None = None
     dispatch: Dispatch = Dispatch.EVEN
     constraints: Constraints = field(default_factory=Constraints)
     expert_bytes: tuple[int, ...] = ()
     from_nothing: bool = False
+    max_imbalance: float | None = None
+    front: bool = False
+    certify: bool = False
     seed: int = 0
     time_limit_s: float = 10.0
     work_budget: int | None = None
+    effort: Effort = Effort.NORMAL
 
     def __post_init__(self) -> None:
         loads = np.asarray(self.loads, np.float64)
@@ -81,9 +149,44 @@ class PlanningProblem:
             )
         if self.expert_bytes and len(self.expert_bytes) != self.current.num_layers:
             raise InvalidInputError(f"{len(self.expert_bytes)} expert sizes for {self.current.num_layers} layers")
-        frozen = loads.copy()
-        frozen.setflags(write=False)
-        object.__setattr__(self, "loads", frozen)
+        if self.max_imbalance is not None and not 1.0 <= self.max_imbalance < float("inf"):
+            raise InvalidInputError(f"max_imbalance must be finite and at least 1 (perfect balance); got {self.max_imbalance}")
+        if not 0.0 <= self.time_limit_s < float("inf"):
+            raise InvalidInputError(f"time_limit_s must be finite and >= 0; got {self.time_limit_s}")
+        if self.work_budget is not None and self.work_budget < 0:
+            raise InvalidInputError(f"work_budget must be at least 0; got {self.work_budget}")
+        if self.wanted is not None and not self.wanted.same_shape(self.current):
+            raise InvalidInputError(
+                f"the wanted placement is for {self.wanted.num_layers} layers x {self.wanted.num_physical} slots of"
+                f" {self.wanted.num_logical} experts on {self.wanted.num_ranks} ranks; the current one has"
+                f" {self.current.num_layers} x {self.current.num_physical} of {self.current.num_logical}"
+                f" on {self.current.num_ranks}"
+            )
+        object.__setattr__(self, "loads", _frozen(loads))
+        if self.source_loads is not None:
+            object.__setattr__(self, "source_loads", _frozen(self._checked_sources(self.source_loads)))
+
+    def _checked_sources(self, given: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Source loads of the right shape whose sum over ranks is the load (to rounding)."""
+        sources = np.asarray(given, np.float64)
+        expected = (self.current.num_layers, self.current.num_ranks, self.current.num_logical)
+        if sources.shape != expected:
+            raise InvalidInputError(f"source loads must have shape (layers, ranks, experts) = {expected}; got {sources.shape}")
+        if not np.isfinite(sources).all() or (sources < 0).any():
+            layer, rank, expert = np.argwhere(~np.isfinite(sources) | (sources < 0))[0].tolist()
+            raise InvalidInputError(
+                f"source loads must be finite and >= 0; layer {self.current.layer_ids[layer]}, rank position {rank}, expert"
+                f" {expert} is {sources[layer, rank, expert]}"
+            )
+        total = self.total_loads
+        wrong = ~np.isclose(sources.sum(axis=1), total, rtol=SOURCE_TOLERANCE, atol=1e-9)
+        if wrong.any():
+            layer, expert = np.argwhere(wrong)[0].tolist()
+            raise InvalidInputError(
+                f"source loads must add up to the loads; layer {self.current.layer_ids[layer]} expert {expert} has"
+                f" {sources[layer, :, expert].sum():g} over ranks against {total[layer, expert]:g}"
+            )
+        return sources
 
     @property
     def total_loads(self) -> npt.NDArray[np.float64]:
@@ -92,21 +195,44 @@ class PlanningProblem:
         return total
 
 
+def _frozen(array: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """A read-only copy."""
+    copy = array.copy()
+    copy.setflags(write=False)
+    return copy
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawPlan:
     """What a policy returns: a map and remarks; everything else is computed by `verify`, not believed.
 
     physical_to_logical: shape (L, P), integers, -1 = empty.
+    shares: shape (L, P), share of its expert's tokens that each slot takes, 0 where empty; None = the engine's own dispatch.
     lower_bound: per layer, a proven lower bound on imbalance under even split; empty = none claimed (the combinatorial one
     is used).
+    moves_lower_bound: per layer, a proven lower bound on the moves of any placement within the problem's `max_imbalance`;
+    empty = none claimed.
+    front: other maps of shape (L, P), by ascending moves: points of the Pareto front, the plan's own map not among them.
     status: one word per layer or for all (`heuristic`, `optimal`, `feasible`, …).
     cut_off: the time limit stopped the search before its work budget.
     """
 
     physical_to_logical: npt.NDArray[np.int32]
+    shares: npt.NDArray[np.float32] | None = None
     lower_bound: tuple[float, ...] = ()
+    moves_lower_bound: tuple[int, ...] = ()
+    front: tuple[npt.NDArray[np.int32], ...] = ()
     status: str = "heuristic"
     cut_off: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontPoint:
+    """A verified point of the Pareto front: a placement, the imbalance that it is predicted to have, what it moves."""
+
+    placement: Table
+    predicted: Imbalance
+    moves: MoveSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +242,9 @@ class Proposal:
     predicted: imbalance of the summed loads under the engine's dispatch, after; before: the same for the current placement.
     lower_bound: per layer, no placement of these slots is better (under even split).
     moves: residencies moved and their bytes by link kind.
+    moves_lower_bound: proven least moves of any placement within the problem's max_imbalance, over all layers; None = unknown.
+    front: the Pareto front by ascending moves, this plan and keeping the current placement among it; empty = not asked for, or
+    the policy has none.
     """
 
     policy: str
@@ -127,6 +256,8 @@ class Proposal:
     solve_s: float
     status: str
     cut_off: bool
+    moves_lower_bound: int | None = None
+    front: tuple[FrontPoint, ...] = ()
 
 
 class LoadShape(Enum):
