@@ -98,12 +98,17 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChange:
-    """New row of one layer. Digests are `placement.row_digest`. new_row: length P, -1 = empty."""
+    """New row of one layer. Digests are `placement.row_digest`. new_row: length P, -1 = empty.
+
+    new_shares: under weighted dispatch the share of its expert's tokens that each slot takes, length P, float32 values; the
+    row may then be the one that is live already.
+    """
 
     layer: LayerRef
     old_digest: int
     new_digest: int
     new_row: tuple[int, ...]
+    new_shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,12 +196,13 @@ class LinkBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveLayer:
-    """What a layer routes by now. generation 0 = as loaded. row: length P."""
+    """What a layer routes by now. generation 0 = as loaded. row: length P; shares: length P under weighted dispatch."""
 
     layer: LayerRef
     generation: GenerationNumber
     digest: int
     row: tuple[int, ...]
+    shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

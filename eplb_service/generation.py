@@ -25,6 +25,7 @@ from eplb_service.ids import Epoch, GenerationNumber, LayerRef
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement
+from eplb_service.replica_shares import as_values
 
 AS_LOADED = GenerationNumber(0)
 """Names the rows that the engine loaded by itself."""
@@ -173,14 +174,20 @@ class LiveMap:
 
     @property
     def layers(self) -> tuple[LiveLayer, ...]:
-        """The vector of (layer, generation, digest, row), in table order."""
+        """The vector of (layer, generation, digest, row, shares), in table order."""
         return tuple(
-            LiveLayer(layer=layer, generation=generation, digest=self.row_digests[layer], row=tuple(row.tolist()))
-            for (layer, _, row), generation in zip(self.placement.layers(), self.generations, strict=True)
+            LiveLayer(
+                layer=layer,
+                generation=generation,
+                digest=self.row_digests[layer],
+                row=tuple(row.tolist()),
+                shares=as_values(table.shares_row(layer.layer_id)),
+            )
+            for (layer, table, row), generation in zip(self.placement.layers(), self.generations, strict=True)
         )
 
     def differing_layers(self, target: Placement) -> tuple[LayerRef, ...]:
-        """Layers whose row in `target` is another one, in table order."""
+        """Layers whose row, or shares, in `target` are others, in table order. Other shares alone cost no moves."""
         theirs = target.row_digests()
         if theirs.keys() != self.row_digests.keys():
             raise InvalidInputError(
@@ -188,10 +195,16 @@ class LiveMap:
             )
         return tuple(layer for layer, digest in self.row_digests.items() if theirs[layer] != digest)
 
-    def with_rows(self, rows: Mapping[LayerRef, npt.NDArray[np.integer]], generation: GenerationNumber) -> LiveMap:
-        """The map after some layers flipped to rows of a generation."""
-        generations = (generation if layer in rows else previous for layer, previous in self.layer_generations.items())
-        return LiveMap(self.placement.with_rows(rows), tuple(generations))
+    def with_rows(
+        self,
+        rows: Mapping[LayerRef, npt.NDArray[np.integer]],
+        generation: GenerationNumber,
+        shares: Mapping[LayerRef, npt.NDArray[np.float32]] | None = None,
+    ) -> LiveMap:
+        """The map after some layers flipped to rows, shares or both of a generation; see `Table.with_rows`."""
+        flipped = {*rows, *(shares or {})}
+        generations = (generation if layer in flipped else previous for layer, previous in self.layer_generations.items())
+        return LiveMap(self.placement.with_rows(rows, shares), tuple(generations))
 
 
 def as_loaded(placement: Placement) -> LiveMap:

@@ -1,8 +1,9 @@
 """Which expert each slot holds: the one source from which every other map is derived.
 
 A `Table` is the placement of layers with equal (E, slots) of one model; a `Placement` is all tables of a deployment. Both
-are immutable. Digests are BLAKE2b over a canonical little-endian encoding, so that every process and language that knows
-the rule computes the same (used by the wire protocol, the store and the hook).
+are immutable. Under weighted dispatch a table also says which share of its expert's tokens each slot takes. Digests are
+BLAKE2b over a canonical little-endian encoding, so that every process and language that knows the rule computes the same
+(used by the wire protocol, the store and the hook).
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef, RankId
+from eplb_service.replica_shares import Float32Array, checked_shares, even_shares, type_of_shares
 
 type_of_map = np.dtype("<i4")
 Int32Array = npt.NDArray[np.int32]
 EMPTY_SLOT = -1
 
 
-def row_digest(layer: LayerRef, row: npt.NDArray[np.integer]) -> int:
+def row_digest(layer: LayerRef, row: npt.NDArray[np.integer], shares: npt.NDArray[np.float32] | None = None) -> int:
     """Digest of what one layer routes by. Row: shape (P,), physical to logical. Unsigned 63 bits, never 0.
 
-    BLAKE2b-8 over `model NUL layer_id(<i4) P(<i4) row(<i4…)`, top bit cleared, 0 replaced by 1: 0 stays free for "unknown".
+    shares: shape (P,), under weighted dispatch; other shares for the same slots are another digest.
+    BLAKE2b-8 over `model NUL layer_id(<i4) P(<i4) row(<i4…)`, followed by `shares(<f4…)` where there are any; top bit cleared,
+    0 replaced by 1: 0 stays free for "unknown".
     """
     encoded = np.ascontiguousarray(row, dtype=type_of_map)
     head = layer.model.encode() + b"\0" + np.array([layer.layer_id, encoded.size], dtype=type_of_map).tobytes()
-    value = int.from_bytes(hashlib.blake2b(head + encoded.tobytes(), digest_size=8).digest(), "little")
+    tail = b"" if shares is None else np.ascontiguousarray(shares, dtype=type_of_shares).tobytes()
+    value = int.from_bytes(hashlib.blake2b(head + encoded.tobytes() + tail, digest_size=8).digest(), "little")
     return (value & (1 << 63) - 1) or 1
 
 
@@ -43,6 +48,8 @@ class Table:
     num_logical: E.
     rank_ids: stable rank ids in column order. Length R.
     physical_to_logical: shape (L, P), int32, -1 = empty slot; physical index = rank position * slots_per_rank + local slot.
+    shares: shape (L, P), float32: share of its expert's tokens that each slot takes, 0 on empty slots; the shares of an expert
+        add up to 1. None = the engine's own dispatch. Part of the table's identity.
 
     >>> table = Table("m", (3,), 2, (RankId(0), RankId(1)), np.array([[0, 1, 1, -1]], np.int32))
     >>> table.slots_per_rank, table.replica_counts.tolist()
@@ -54,6 +61,7 @@ class Table:
     num_logical: int
     rank_ids: tuple[RankId, ...]
     physical_to_logical: Int32Array
+    shares: Float32Array | None = None
 
     def __post_init__(self) -> None:
         array = np.asarray(self.physical_to_logical)
@@ -83,6 +91,9 @@ class Table:
         frozen = array.astype(np.int32, copy=True)
         frozen.setflags(write=False)
         object.__setattr__(self, "physical_to_logical", frozen)
+        if self.shares is not None:
+            names = tuple(str(layer) for layer in self.layers)
+            object.__setattr__(self, "shares", checked_shares(self.shares, frozen, self.num_logical, layers=names))
 
     @classmethod
     def linear(
@@ -130,6 +141,11 @@ class Table:
         row: Int32Array = self.physical_to_logical[self.layer_ids.index(layer_id)]
         return row
 
+    def shares_row(self, layer_id: int) -> Float32Array | None:
+        """Shares of a layer's slots, shape (P,); None where the engine's own dispatch applies."""
+        self.row(layer_id)
+        return None if self.shares is None else self.shares[self.layer_ids.index(layer_id)]
+
     @cached_property
     def replica_counts(self) -> Int32Array:
         """Number of slots that hold each expert. Shape (L, E), int32."""
@@ -161,13 +177,39 @@ class Table:
         missing = np.argwhere(self.replica_counts == 0)
         return [(LayerRef(self.model, self.layer_ids[layer]), int(expert)) for layer, expert in missing.tolist()]
 
-    def with_rows(self, rows: Mapping[int, npt.NDArray[np.integer]]) -> Table:
-        """A copy in which the given layers (by layer id) have new rows."""
+    def with_rows(
+        self,
+        rows: Mapping[int, npt.NDArray[np.integer]],
+        shares: Mapping[int, npt.NDArray[np.float32]] | None = None,
+    ) -> Table:
+        """A copy in which the given layers (by layer id) have new rows, new shares, or both.
+
+        A table with shares keeps having them: a layer whose slots change needs new ones, since old shares belong to old
+        slots. A table without takes none: use `with_shares`. Raises InvalidInputError for either, and for unknown layers.
+        """
         array = self.physical_to_logical.copy()
+        given = shares or {}
+        if given and self.shares is None:
+            raise InvalidInputError(f"shares for layers {sorted(given)} of model {self.model!r}, whose table has none")
         for layer_id, row in rows.items():
+            if self.shares is not None and layer_id not in given and not np.array_equal(self.row(layer_id), row):
+                raise InvalidInputError(f"layer {layer_id} of model {self.model!r} gets other slots: it needs new shares too")
             self.row(layer_id)
             array[self.layer_ids.index(layer_id)] = row
-        return Table(self.model, self.layer_ids, self.num_logical, self.rank_ids, array)
+        taken = None if self.shares is None else self.shares.copy()
+        for layer_id, part in given.items():
+            self.row(layer_id)
+            if taken is not None:
+                taken[self.layer_ids.index(layer_id)] = part
+        return Table(self.model, self.layer_ids, self.num_logical, self.rank_ids, array, taken)
+
+    def with_shares(self, shares: npt.NDArray[np.floating] | None) -> Table:
+        """The same slots with these shares, shape (L, P), or with none."""
+        return Table(self.model, self.layer_ids, self.num_logical, self.rank_ids, self.physical_to_logical, shares)
+
+    def with_even_shares(self) -> Table:
+        """The same slots; every replica of an expert takes the same share of its tokens."""
+        return self.with_shares(even_shares(self.physical_to_logical, self.num_logical))
 
     def same_shape(self, other: Table) -> bool:
         """Whether both describe the same layers of the same model over the same ranks and slots."""
@@ -182,10 +224,19 @@ class Table:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Table):
             return NotImplemented
-        return self.same_shape(other) and bool(np.array_equal(self.physical_to_logical, other.physical_to_logical))
+        return (
+            self.same_shape(other)
+            and bool(np.array_equal(self.physical_to_logical, other.physical_to_logical))
+            and self._shares_bytes() == other._shares_bytes()
+        )
 
     def __hash__(self) -> int:
-        return hash((self.model, self.layer_ids, self.num_logical, self.rank_ids, self.physical_to_logical.tobytes()))
+        maps = (self.physical_to_logical.tobytes(), self._shares_bytes())
+        return hash((self.model, self.layer_ids, self.num_logical, self.rank_ids, *maps))
+
+    def _shares_bytes(self) -> bytes | None:
+        """The shares in their canonical encoding."""
+        return None if self.shares is None else np.ascontiguousarray(self.shares, dtype=type_of_shares).tobytes()
 
 
 def logical_to_physical(physical_to_logical: Int32Array, num_logical: int, width: int) -> Int32Array:
@@ -214,7 +265,8 @@ def logical_to_physical(physical_to_logical: Int32Array, num_logical: int, width
 class Placement:
     """Every table of a deployment: the content of a generation.
 
-    The order of the tables is part of its identity. A layer appears once.
+    The order of the tables is part of its identity. A layer appears once. Either all tables have shares or none has: a
+    deployment has one dispatch.
     """
 
     tables: tuple[Table, ...]
@@ -228,11 +280,22 @@ class Placement:
             raise InvalidInputError(f"layers appear in more than one table: {', '.join(twice)}")
         if len({table.rank_ids for table in self.tables}) != 1:
             raise InvalidInputError("all tables of a placement must list the same ranks in the same order")
+        without = [table.model for table in self.tables if table.shares is None]
+        if without and len(without) < len(self.tables):
+            raise InvalidInputError(
+                f"{len(without)} of {len(self.tables)} tables have no shares (models {', '.join(sorted(set(without)))}):"
+                " a deployment has one dispatch, so all tables have shares or none has"
+            )
 
     @property
     def rank_ids(self) -> tuple[RankId, ...]:
         """Stable rank ids in column order."""
         return self.tables[0].rank_ids
+
+    @property
+    def has_shares(self) -> bool:
+        """Whether it says which share of an expert's tokens each slot takes."""
+        return self.tables[0].shares is not None
 
     def layers(self) -> Iterator[tuple[LayerRef, Table, Int32Array]]:
         """Every layer with its table and its row of shape (P,)."""
@@ -251,27 +314,47 @@ class Placement:
         """Row of a layer, shape (P,)."""
         return self.table_of(layer).row(layer.layer_id)
 
-    def row_digests(self) -> dict[LayerRef, int]:
-        """Digest of each layer's row."""
-        return {layer: row_digest(layer, row) for layer, _, row in self.layers()}
+    def shares_row(self, layer: LayerRef) -> Float32Array | None:
+        """Shares of a layer's slots, shape (P,); None where the engine's own dispatch applies."""
+        return self.table_of(layer).shares_row(layer.layer_id)
 
-    def with_rows(self, rows: Mapping[LayerRef, npt.NDArray[np.integer]]) -> Placement:
-        """A copy in which the given layers have new rows."""
+    def row_digests(self) -> dict[LayerRef, int]:
+        """Digest of what each layer routes by: its row, and its shares where it has any."""
+        return {layer: row_digest(layer, row, table.shares_row(layer.layer_id)) for layer, table, row in self.layers()}
+
+    def with_rows(
+        self,
+        rows: Mapping[LayerRef, npt.NDArray[np.integer]],
+        shares: Mapping[LayerRef, npt.NDArray[np.float32]] | None = None,
+    ) -> Placement:
+        """A copy in which the given layers have new rows, new shares, or both; see `Table.with_rows`."""
+        given = shares or {}
+        known = {layer for table in self.tables for layer in table.layers}
+        unknown = sorted(str(layer) for layer in {*rows, *given} if layer not in known)
+        if unknown:
+            raise InvalidInputError(f"the placement has no layer {', '.join(unknown)}")
         tables = []
         for table in self.tables:
             mine = {layer.layer_id: row for layer, row in rows.items() if layer in table.layers}
-            tables.append(table.with_rows(mine) if mine else table)
-        known = {layer for table in self.tables for layer in table.layers}
-        unknown = sorted(str(layer) for layer in rows if layer not in known)
-        if unknown:
-            raise InvalidInputError(f"the placement has no layer {', '.join(unknown)}")
+            parts = {layer.layer_id: part for layer, part in given.items() if layer in table.layers}
+            tables.append(table.with_rows(mine, parts) if mine or parts else table)
         return Placement(tuple(tables))
 
+    def with_even_shares(self) -> Placement:
+        """The same slots; every replica of an expert takes the same share of its tokens."""
+        return Placement(tuple(table.with_even_shares() for table in self.tables))
+
+    def without_shares(self) -> Placement:
+        """The same slots, under the engine's own dispatch."""
+        return self if not self.has_shares else Placement(tuple(table.with_shares(None) for table in self.tables))
+
     def digest(self) -> str:
-        """Hex BLAKE2b-16 over every table: with its number, the identity of a generation."""
+        """Hex BLAKE2b-16 over every table, its shares too where it has any: with its number, the identity of a generation."""
         state = hashlib.blake2b(digest_size=16)
         for table in self.tables:
             head = [table.num_logical, table.num_physical, len(table.rank_ids), *table.rank_ids, *table.layer_ids]
             state.update(table.model.encode() + b"\0" + np.array(head, dtype=type_of_map).tobytes())
             state.update(np.ascontiguousarray(table.physical_to_logical, dtype=type_of_map).tobytes())
+            if table.shares is not None:
+                state.update(b"\0shares\0" + np.ascontiguousarray(table.shares, dtype=type_of_shares).tobytes())
         return state.hexdigest()
