@@ -10,9 +10,10 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.errors import InvalidInputError, UnsupportedError
+from eplb_service.errors import InvalidInputError
 from eplb_service.imbalance import Imbalance
 from eplb_service.placement import Int32Array, Table
+from eplb_service.replica_shares import checked_shares
 from eplb_service.topology import Topology
 
 Float64Array = npt.NDArray[np.float64]
@@ -24,7 +25,7 @@ class Dispatch(StrEnum):
     EVEN: every replica gets the same share (DeepSeek EPLB's model).
     HASHED: by a hash of the token's index, modulo the replica count (vLLM); even in expectation.
     NEAREST: a replica on the token's own rank, else on its node, else any; ties are shared evenly (SGLang's static tables).
-    WEIGHTED: shares that the planner gives with the placement.
+    WEIGHTED: shares that the planner gives with the placement; even where a placement carries none (how an engine starts).
     """
 
     EVEN = "even"
@@ -43,65 +44,118 @@ def reachable_slots(table: Table, topology: Topology) -> Int32Array:
 
 def copies_on_ranks(table: Table, topology: Topology) -> Int32Array:
     """Copies of each expert on each rank that serves. Shape (L, R, E), int32; rows of dead ranks are 0."""
-    by_rank = reachable_slots(table, topology)
-    num_layers, num_ranks, _ = by_rank.shape
-    width = table.num_logical + 1  # the last column counts empty slots
-    row_start = np.arange(num_layers * num_ranks).reshape(num_layers, num_ranks, 1) * width
-    held = np.where(by_rank >= 0, by_rank, table.num_logical)
-    counts = np.bincount((row_start + held).reshape(-1), minlength=num_layers * num_ranks * width)
-    copies: Int32Array = counts.reshape(num_layers, num_ranks, width)[:, :, :-1].astype(np.int32)
+    copies: Int32Array = _summed_by_rank(reachable_slots(table, topology), table.num_logical, None).astype(np.int32)
     return copies
 
 
-def rank_shares(table: Table, topology: Topology, dispatch: Dispatch) -> Float64Array:
-    """Share of each expert's tokens that each rank receives. Shape (L, R, E), float64; sums to 1 over ranks where covered.
-
-    Sources are uniform: every rank that serves sends the same number of tokens of every expert. An expert without a
-    reachable replica has share 0 everywhere. Raises UnsupportedError for WEIGHTED, whose shares are not known here.
-    """
-    if table.rank_ids != topology.rank_ids:
-        raise InvalidInputError(f"topology lists ranks {list(topology.rank_ids)} but the placement {list(table.rank_ids)}")
-    if dispatch is Dispatch.WEIGHTED:
-        raise UnsupportedError(
-            "weighted dispatch needs the shares of each replica, which placements do not carry yet; use even, hashed or nearest"
-        )
-    copies = copies_on_ranks(table, topology)
-    if dispatch is Dispatch.NEAREST:
-        return _nearest_shares(copies.astype(np.float64), topology)
-    total = copies.sum(axis=1, keepdims=True)
-    even: Float64Array = copies / np.maximum(total, 1)
-    return even
-
-
-def _nearest_shares(copies: Float64Array, topology: Topology) -> Float64Array:
-    """Shares under nearest dispatch with uniform sources. Copies: shape (L, R, E)."""
-    alive = list(topology.alive_positions())
-    node_of = np.array(topology.node_indices)
-    total = copies.sum(axis=1)
-    shares = np.zeros_like(copies)
-    on_node = np.zeros((topology.num_nodes, *total.shape))
-    for node in range(topology.num_nodes):
-        on_node[node] = copies[:, node_of == node, :].sum(axis=1)
-    for source in alive:
-        node = int(node_of[source])
-        here = copies[:, source, :] > 0
-        near = ~here & (on_node[node] > 0)
-        far = ~here & ~near & (total > 0)
-        shares[:, source, :] += here
-        neighbours = node_of == node
-        near_share = np.divide(1.0, on_node[node], out=np.zeros_like(total), where=near)
-        shares[:, neighbours, :] += copies[:, neighbours, :] * near_share[:, None, :]
-        far_share = np.divide(1.0, total, out=np.zeros_like(total), where=far)
-        shares += copies * far_share[:, None, :]
-    result: Float64Array = shares / max(1, len(alive))
+def _summed_by_rank(by_rank: Int32Array, num_logical: int, weights: Float64Array | None) -> npt.NDArray[np.float64]:
+    """Number of slots (or their weights) of each expert on each rank. Slots, weights: shape (L, R, S). Shape (L, R, E)."""
+    num_layers, num_ranks, _ = by_rank.shape
+    width = num_logical + 1  # the last column counts empty slots
+    row_start = np.arange(num_layers * num_ranks).reshape(num_layers, num_ranks, 1) * width
+    held = np.where(by_rank >= 0, by_rank, num_logical)
+    values = None if weights is None else weights.reshape(-1)
+    sums = np.bincount((row_start + held).reshape(-1), weights=values, minlength=num_layers * num_ranks * width)
+    result: Float64Array = sums.reshape(num_layers, num_ranks, width)[:, :, :-1].astype(np.float64)
     return result
 
 
-def rank_loads(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch: Dispatch = Dispatch.EVEN) -> Float64Array:
+def rank_shares(
+    table: Table, topology: Topology, dispatch: Dispatch, source_loads: npt.ArrayLike | None = None
+) -> Float64Array:
+    """Share of each expert's tokens that each rank receives. Shape (L, R, E), float64; sums to 1 over ranks where covered.
+
+    source_loads: shape (L, R, E), tokens of each expert that each rank sends; None = every rank that serves sends as many of
+    each. Only nearest dispatch looks at them. Dead ranks send nothing: what they sent is taken to come from the others alike.
+    An expert without a reachable replica has share 0 everywhere. Raises InvalidInputError when table, topology and sources do
+    not fit one another.
+    """
+    if table.rank_ids != topology.rank_ids:
+        raise InvalidInputError(f"topology lists ranks {list(topology.rank_ids)} but the placement {list(table.rank_ids)}")
+    if dispatch is Dispatch.WEIGHTED and table.shares is not None:
+        return _weighted_shares(table, topology)
+    copies = copies_on_ranks(table, topology).astype(np.float64)
+    if dispatch is Dispatch.NEAREST:
+        return _nearest_shares(copies, source_parts(table, topology, source_loads), topology)
+    return _even_shares(copies)
+
+
+def _even_shares(copies: Float64Array) -> Float64Array:
+    """The same share for every copy. Copies: shape (L, R, E)."""
+    even: Float64Array = copies / np.maximum(copies.sum(axis=1, keepdims=True), 1.0)
+    return even
+
+
+def _weighted_shares(table: Table, topology: Topology) -> Float64Array:
+    """The table's own shares over the slots that serve, scaled to 1; even where all of an expert's weight is on dead ranks."""
+    by_rank = reachable_slots(table, topology)
+    weights = np.zeros(by_rank.shape) if table.shares is None else table.shares.reshape(by_rank.shape).astype(np.float64)
+    shares = _summed_by_rank(by_rank, table.num_logical, np.where(by_rank >= 0, weights, 0.0))
+    total = shares.sum(axis=1, keepdims=True)
+    even = _even_shares(_summed_by_rank(by_rank, table.num_logical, None))
+    result: Float64Array = np.where(total > 0, shares / np.where(total > 0, total, 1.0), even)
+    return result
+
+
+def source_parts(table: Table, topology: Topology, source_loads: npt.ArrayLike | None = None) -> Float64Array:
+    """Part of each expert's tokens that each rank sends. Shape (L, R, E), or (1, R, 1) when all ranks send alike.
+
+    Dead ranks send 0; an expert of which no serving rank sent a token comes from all of them alike.
+    """
+    alive = np.array([rank not in topology.dead for rank in topology.rank_ids], np.float64)
+    alike: Float64Array = (alive / max(1.0, alive.sum()))[None, :, None]
+    if source_loads is None:
+        return alike
+    sources = np.asarray(source_loads, np.float64)
+    expected = (table.num_layers, table.num_ranks, table.num_logical)
+    if sources.shape != expected:
+        raise InvalidInputError(f"source loads must have shape (layers, ranks, experts) = {expected}; got {sources.shape}")
+    if not np.isfinite(sources).all() or (sources < 0).any():
+        layer, rank, expert = np.argwhere(~np.isfinite(sources) | (sources < 0))[0].tolist()
+        raise InvalidInputError(
+            f"source loads must be finite and >= 0; layer {table.layer_ids[layer]}, rank {table.rank_ids[rank]}, expert"
+            f" {expert} is {sources[layer, rank, expert]}"
+        )
+    sources = sources * alive[None, :, None]
+    total = sources.sum(axis=1, keepdims=True)
+    parts: Float64Array = np.where(total > 0, sources / np.where(total > 0, total, 1.0), alike)
+    return parts
+
+
+def on_nodes(values: Float64Array, topology: Topology) -> Float64Array:
+    """Sums over the ranks of each node. Values: shape (…, R, E); returns (…, N, E)."""
+    members = np.array(topology.node_indices)[None, :] == np.arange(topology.num_nodes)[:, None]
+    sums: Float64Array = members.astype(np.float64) @ values
+    return sums
+
+
+def _nearest_shares(copies: Float64Array, parts: Float64Array, topology: Topology) -> Float64Array:
+    """Shares under nearest dispatch. Copies: shape (L, R, E); parts: see `source_parts`.
+
+    A copy gets what its own rank sends, an equal part of what the ranks of its node without a copy send, and an equal part of
+    what nodes without a copy send.
+    """
+    held = copies > 0
+    node_of = np.array(topology.node_indices)
+    copies_on_node = on_nodes(copies, topology)
+    without = on_nodes(np.where(held, 0.0, parts), topology)
+    near = np.where(copies_on_node > 0, without / np.maximum(copies_on_node, 1.0), 0.0)
+    far = np.where(copies_on_node > 0, 0.0, without).sum(axis=1) / np.maximum(copies.sum(axis=1), 1.0)
+    shares: Float64Array = np.where(held, parts, 0.0) + copies * (near[:, node_of, :] + far[:, None, :])
+    return shares
+
+
+def rank_loads(
+    loads: npt.ArrayLike,
+    table: Table,
+    topology: Topology,
+    dispatch: Dispatch = Dispatch.EVEN,
+    source_loads: npt.ArrayLike | None = None,
+) -> Float64Array:
     """Tokens that each rank receives. Loads: shape (L, E), tokens. Returns shape (L, R), float64; dead ranks have 0.
 
-    The load of an expert without a reachable replica reaches no rank and is left out: callers that need coverage ask
-    `Table.uncovered`. Raises InvalidInputError on a wrong shape and UnsupportedError for weighted dispatch.
+    source_loads: see `rank_shares`. The load of an expert without a reachable replica reaches no rank and is left out: callers
+    that need coverage ask `Table.uncovered`. Raises InvalidInputError on a wrong shape.
 
     >>> from eplb_service.topology import Topology
     >>> table = Table("m", (0,), 2, (0, 1), np.array([[0, 1, 1, -1]], np.int32))
@@ -113,18 +167,41 @@ def rank_loads(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch:
         raise InvalidInputError(
             f"loads must have shape ({table.num_layers} layers, {table.num_logical} experts); got {load_array.shape}"
         )
-    result: Float64Array = (rank_shares(table, topology, dispatch) @ load_array[:, :, None])[:, :, 0]
+    shares = rank_shares(table, topology, dispatch, source_loads)
+    result: Float64Array = (shares @ load_array[:, :, None])[:, :, 0]
     return result
 
 
-def imbalance_of(loads: npt.ArrayLike, table: Table, topology: Topology, dispatch: Dispatch = Dispatch.EVEN) -> Imbalance:
+def imbalance_of(
+    loads: npt.ArrayLike,
+    table: Table,
+    topology: Topology,
+    dispatch: Dispatch = Dispatch.EVEN,
+    source_loads: npt.ArrayLike | None = None,
+) -> Imbalance:
     """Imbalance of a placement under loads of shape (L, E), over the ranks that serve, by their capacities and own work.
 
-    Raises InvalidInputError when every rank is dead, and what `rank_loads` raises.
+    source_loads: see `rank_shares`. Raises InvalidInputError when every rank is dead, and what `rank_loads` raises.
     """
     alive = list(topology.alive_positions())
     if not alive:
         raise InvalidInputError(f"all {topology.num_ranks} ranks are dead; nothing can be served")
     capacity = None if topology.capacity is None else [topology.capacity[position] for position in alive]
     base_load = None if topology.base_load is None else [topology.base_load[position] for position in alive]
-    return Imbalance.of(rank_loads(loads, table, topology, dispatch)[:, alive], capacity, base_load)
+    return Imbalance.of(rank_loads(loads, table, topology, dispatch, source_loads)[:, alive], capacity, base_load)
+
+
+def check_shares(table: Table, shares: object) -> str | None:
+    """Why shares cannot be those of a table's slots, None when they can. Shares: shape (L, P), of any origin.
+
+    >>> table = Table("m", (7,), 1, (0, 1), np.array([[0, 0]], np.int32))
+    >>> check_shares(table, np.array([[0.5, 0.6]]))
+    'layer m/7: the shares of expert 0 on its 2 slots add up to 1.1; they must add up to 1 (within 1e-05)'
+    """
+    if not isinstance(shares, np.ndarray):
+        return f"shares are a {type(shares).__name__} instead of an array"
+    try:
+        checked_shares(shares, table.physical_to_logical, table.num_logical, layers=tuple(str(ref) for ref in table.layers))
+    except InvalidInputError as error:
+        return str(error)
+    return None

@@ -110,25 +110,34 @@ def drift_dispersion(loads: Float64Array) -> float:
 
 
 def rank_moments(
-    loads: Float64Array, table: Table, topology: Topology, dispatch: Dispatch, dispersion: float
+    loads: Float64Array,
+    table: Table,
+    topology: Topology,
+    dispatch: Dispatch,
+    dispersion: float,
+    source_loads: Float64Array | None = None,
 ) -> tuple[Float64Array, Float64Array]:
-    """Mean and standard error of each rank's load over its fair share. Loads: shape (L, E). Both: shape (L, alive ranks).
+    """Mean and standard error of each rank's work over its fair share. Loads: shape (L, E). Both: shape (L, alive ranks).
 
-    The largest value of a layer is its imbalance. A layer without load has (1, 0). Hashed dispatch adds its own binomial noise.
+    source_loads: shape (L, R, E), see `dispatch.rank_shares`. The largest value of a layer is its imbalance, own work of ranks
+    (`Topology.base_load`) counted and without noise. A layer without load has (1, 0). Where the replica of a single token is
+    chance (by a hash, a weight, or the rank that it happens to come from) that adds binomial noise.
     """
     alive = list(topology.alive_positions())
     capacity = np.ones(len(alive)) if topology.capacity is None else np.array([topology.capacity[p] for p in alive])
-    shares = rank_shares(table, topology, dispatch)[:, alive, :]
+    base = np.zeros(len(alive)) if topology.base_load is None else np.array([topology.base_load[p] for p in alive])
+    base = base / max(1, len(alive))
+    shares = rank_shares(table, topology, dispatch, source_loads)[:, alive, :]
     total = loads.sum(axis=1)
     safe = np.where(total > 0, total, 1.0)
     popularity = loads / safe[:, None]
     first = np.einsum("lre,le->lr", shares, popularity)
     second = np.einsum("lre,le->lr", shares**2, popularity)
     variance = np.maximum(0.0, second - first**2) * dispersion
-    if dispatch is Dispatch.HASHED:
+    if dispatch is not Dispatch.EVEN:
         variance = variance + np.einsum("lre,le->lr", shares * (1.0 - shares), popularity)
-    fair = capacity / capacity.sum()
-    means = np.where(total[:, None] > 0, first / fair, 1.0)
+    fair = (1.0 + base.sum()) * capacity / capacity.sum()
+    means = np.where(total[:, None] > 0, (first + base) / fair, 1.0)
     errors = np.where(total[:, None] > 0, np.sqrt(variance / safe[:, None]) / fair, 0.0)
     return means, errors
 
