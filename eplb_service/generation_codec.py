@@ -2,8 +2,9 @@
 
     {"format": "eplb.generation", "version": 1, "checksum": BLAKE2b-16 of the body as it is spelled here, "body": {…}}
 
-JSON, so that a person can read what was decided and why; only the maps themselves are packed (`<i4`, zlib, base64), since a
-large deployment has two million slots. `version` is raised when a reader of an earlier release would misread.
+JSON, so that a person can read what was decided and why; only the maps themselves, and the shares of their slots, are packed
+(`<i4` and `<f4`, zlib, base64), since a large deployment has two million slots. `version` is raised when a reader of an earlier
+release would misread: a document has version 2 when its placement has shares, else 1, as it always had.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from eplb_service.ids import Epoch, GenerationNumber, RankId
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table, type_of_map
+from eplb_service.replica_shares import type_of_shares
 from eplb_service.topology import LinkKind
 
-VERSION = 1
+VERSION, VERSION_WITH_SHARES = 1, 2
 PLACEMENT, LIVE_MAP, GENERATION = "eplb.placement", "eplb.live_map", "eplb.generation"
 COMPRESSION = 6
 
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 def encode_placement(placement: Placement) -> bytes:
     """A placement by itself."""
-    return _sealed(PLACEMENT, {"digest": placement.digest(), "placement": _tables(placement)})
+    return _sealed(PLACEMENT, {"digest": placement.digest(), "placement": _tables(placement)}, version=_version(placement))
 
 
 def decode_placement(data: bytes) -> Placement:
@@ -48,7 +50,7 @@ def decode_placement(data: bytes) -> Placement:
 def encode_live_map(live: LiveMap) -> bytes:
     """A live map: rows, and the generation of each layer."""
     body = {"placement": _tables(live.placement), "digest": live.placement.digest(), "generations": list(live.generations)}
-    return _sealed(LIVE_MAP, body)
+    return _sealed(LIVE_MAP, body, version=_version(live.placement))
 
 
 def decode_live_map(data: bytes) -> LiveMap:
@@ -79,6 +81,7 @@ def encode_generation(generation: Generation) -> bytes:
             "rollout_s": generation.rollout_s,
             "observed": None if generation.observed is None else list(generation.observed.per_layer),
         },
+        version=_version(generation.placement),
     )
 
 
@@ -131,17 +134,21 @@ def _tables(placement: Placement) -> list[dict[str, Any]]:
 
 
 def _table_tree(table: Table) -> dict[str, Any]:
-    packed = zlib.compress(np.ascontiguousarray(table.physical_to_logical, dtype=type_of_map).tobytes(), COMPRESSION)
-    return {
+    tree: dict[str, Any] = {
         "model": table.model,
         "layer_ids": list(table.layer_ids),
         "num_logical": table.num_logical,
         "rank_ids": list(table.rank_ids),
-        "physical_to_logical": {
-            "shape": list(table.physical_to_logical.shape),
-            "data": base64.b64encode(packed).decode("ascii"),
-        },
+        "physical_to_logical": _packed(table.physical_to_logical, type_of_map),
     }
+    if table.shares is not None:
+        tree["shares"] = _packed(table.shares, type_of_shares)
+    return tree
+
+
+def _packed(array: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> dict[str, Any]:
+    packed = zlib.compress(np.ascontiguousarray(array, dtype=dtype).tobytes(), COMPRESSION)
+    return {"shape": list(array.shape), "data": base64.b64encode(packed).decode("ascii")}
 
 
 def _placement(body: Mapping[str, Any]) -> Placement:
@@ -153,14 +160,18 @@ def _placement(body: Mapping[str, Any]) -> Placement:
 
 
 def _table(tree: Mapping[str, Any]) -> Table:
-    stored = tree["physical_to_logical"]
+    array = _unpacked(tree["physical_to_logical"], type_of_map)
+    shares = _unpacked(tree["shares"], type_of_shares) if "shares" in tree else None
+    ranks = tuple(RankId(int(rank)) for rank in tree["rank_ids"])
+    return Table(str(tree["model"]), tuple(map(int, tree["layer_ids"])), int(tree["num_logical"]), ranks, array, shares)
+
+
+def _unpacked(stored: Mapping[str, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     shape = [int(extent) for extent in stored["shape"]]
     unpacked = zlib.decompress(base64.b64decode(stored["data"], validate=True))
-    if len(shape) != 2 or math.prod(shape) * type_of_map.itemsize != len(unpacked):
+    if len(shape) != 2 or math.prod(shape) * dtype.itemsize != len(unpacked):
         raise ValueError(f"a map of shape {shape} in {len(unpacked)} bytes")
-    array = np.frombuffer(unpacked, type_of_map).reshape(shape)
-    ranks = tuple(RankId(int(rank)) for rank in tree["rank_ids"])
-    return Table(str(tree["model"]), tuple(map(int, tree["layer_ids"])), int(tree["num_logical"]), ranks, array)
+    return np.frombuffer(unpacked, dtype).reshape(shape)
 
 
 # ── the envelope ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,9 +185,14 @@ def _checksum(body: Any) -> str:
     return hashlib.blake2b(_spell(body), digest_size=16).hexdigest()
 
 
-def _sealed(document_format: str, body: dict[str, Any]) -> bytes:
+def _version(placement: Placement) -> int:
+    """Version of a document that holds this placement."""
+    return VERSION_WITH_SHARES if placement.has_shares else VERSION
+
+
+def _sealed(document_format: str, body: dict[str, Any], *, version: int = VERSION) -> bytes:
     """The document of a body."""
-    return _spell({"format": document_format, "version": VERSION, "checksum": _checksum(body), "body": body})
+    return _spell({"format": document_format, "version": version, "checksum": _checksum(body), "body": body})
 
 
 def _opened(data: bytes, document_format: str) -> Any:
@@ -188,8 +204,10 @@ def _opened(data: bytes, document_format: str) -> Any:
         raise BrokenInvariantError(f"{what} is damaged: {len(data)} bytes that are no JSON") from None
     if not isinstance(envelope, dict) or envelope.get("format") != document_format:
         raise BrokenInvariantError(f"{what} is damaged: it is no document of format {document_format!r}")
-    if envelope.get("version") != VERSION:
-        raise UnsupportedError(f"{what} has format version {envelope.get('version')}, this planner reads {VERSION}: upgrade it")
+    if envelope.get("version") not in (VERSION, VERSION_WITH_SHARES):
+        raise UnsupportedError(
+            f"{what} has format version {envelope.get('version')}, this planner reads up to {VERSION_WITH_SHARES}: upgrade it"
+        )
     body = envelope.get("body")
     try:
         checksum = _checksum(body)

@@ -41,6 +41,8 @@ def placement() -> None:
 def show(deployment: str | None, generation: int, layer: int | None, output: str, client: PlannerClient) -> None:
     """Show the experts in every rank's slots. An expert with several replicas is marked with *.
 
+    Under weighted dispatch the mark is followed by the share of the expert's tokens that this replica takes.
+
     \b
     Example:  eplb placement show -d chat-decode --layer 3
     """
@@ -64,8 +66,10 @@ def _only_layer(view: dict[str, Any], layer: int | None) -> dict[str, Any]:
     """The same view with the rows of one layer (None: of all)."""
     if layer is not None:
         for table in view["placement"]["tables"]:
-            rows = zip(table["layer_ids"], table["physical_to_logical"], strict=True)
-            table["physical_to_logical"] = [row for layer_id, row in rows if layer_id == layer]
+            for key in ("physical_to_logical", "shares"):
+                if table.get(key) is not None:
+                    rows = zip(table["layer_ids"], table[key], strict=True)
+                    table[key] = [row for layer_id, row in rows if layer_id == layer]
             table["layer_ids"] = [layer_id for layer_id in table["layer_ids"] if layer_id == layer]
     return view
 
@@ -74,21 +78,30 @@ def _show_table(table: Any, only_layer: int | None) -> None:
     rows: list[tuple[object, ...]] = []
     known = table_from_pb(table)
     slots = known.slots_per_rank
-    width = len(str(table.num_logical - 1)) + 1
+    width = len(str(table.num_logical - 1)) + 1 + (4 if known.shares is not None else 0)
     for layer_id, row in zip(known.layer_ids, known.physical_to_logical.tolist(), strict=True):
         if only_layer is not None and layer_id != only_layer:
             continue
+        shares = known.shares_row(layer_id)
+        texts = [
+            _expert(expert, row.count(expert), None if shares is None else float(shares[slot]))
+            for slot, expert in enumerate(row)
+        ]
         for position, rank in enumerate(table.rank_ids):
-            mine = row[position * slots : (position + 1) * slots]
-            experts = " ".join(_expert(expert, row.count(expert)).rjust(width) for expert in mine)
+            experts = " ".join(text.rjust(width) for text in texts[position * slots : (position + 1) * slots])
             rows.append((layer_id if position == 0 else "", rank, experts))
     if rows:
         title = f"model {table.model}: {table.num_logical} experts in {slots} slots on each of {len(table.rank_ids)} ranks"
         print_table(title, ("layer", "rank", "experts by slot"), rows, right=("layer", "rank"))
 
 
-def _expert(expert: int, copies: int) -> str:
-    return "-" if expert < 0 else f"{expert}{'*' if copies > 1 else ' '}"
+def _expert(expert: int, copies: int, share: float | None) -> str:
+    """One slot. The share is told where the expert has other replicas, which take the rest."""
+    if expert < 0:
+        return "-"
+    if share is None:
+        return f"{expert}{'*' if copies > 1 else ' '}"
+    return f"{expert}*{share:>4.0%}" if copies > 1 else f"{expert}     "
 
 
 @placement.command(short_help="Print a line at every change of what is live.")
@@ -138,6 +151,8 @@ def _watch_line(view: Any, output: str) -> None:
 def diff(from_generation: int, to_generation: int, deployment: str | None, output: str, client: PlannerClient) -> None:
     """List the slots that differ from FROM_GENERATION to TO_GENERATION (0 = what is live now).
 
+    Under weighted dispatch a slot also differs when it keeps its expert and takes another share of its tokens.
+
     \b
     Example:  eplb placement diff 6 7 -d chat-decode
     """
@@ -154,6 +169,7 @@ def diff(from_generation: int, to_generation: int, deployment: str | None, outpu
             change.rank_id,
             change.slot,
             *("-" if expert < 0 else expert for expert in (change.from_expert, change.to_expert)),
+            *(f"{share:.1%}" for share in (change.from_share, change.to_share) if change.HasField("to_share")),
         )
         for change in reply.changes
     ]
@@ -161,7 +177,7 @@ def diff(from_generation: int, to_generation: int, deployment: str | None, outpu
         pair = " and ".join(f"generation {number}" if number else "what is live" for number in (from_generation, to_generation))
         click.echo(f"{name}: {pair} hold the same experts in every slot")
         return
-    columns = ("model", "layer", "rank", "slot", "from expert", "to expert")
+    columns = ("model", "layer", "rank", "slot", "from expert", "to expert", "from share", "to share")[: len(rows[0])]
     print_table("", columns, rows, right=columns[1:])
     moved = reply.moves
     volume = bytes_text(moved.bytes.same_node + moved.bytes.cross_node)

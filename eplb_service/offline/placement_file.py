@@ -1,7 +1,8 @@
 """Placements in files: our JSON, read and written; plain `.npy` maps (L, P) and the output of `eplb plan`, read.
 
-The JSON holds `format` (marker and version), model, layer_ids, rank_ids, num_logical and physical_to_logical. Files are
-replaced whole: a reader sees the old or the new one, also when the writer is killed, and two writers do not mix.
+The JSON holds `format` (marker and version), model, layer_ids, rank_ids, num_logical, physical_to_logical and, for weighted
+dispatch, shares (of each slot, in the shape of the map; read back exactly). Files are replaced whole: a reader sees the old or
+the new one, also when the writer is killed, and two writers do not mix.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Expectation:
 
 def placement_document(table: Table) -> dict[str, object]:
     """A table as plain values, in our format."""
-    return {
+    document: dict[str, object] = {
         "format": f"{FORMAT}/{VERSION}",
         "model": table.model,
         "layer_ids": list(table.layer_ids),
@@ -50,6 +51,9 @@ def placement_document(table: Table) -> dict[str, object]:
         "slots_per_rank": table.slots_per_rank,
         "physical_to_logical": table.physical_to_logical.tolist(),
     }
+    if table.shares is not None:
+        document["shares"] = table.shares.tolist()
+    return document
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -94,7 +98,8 @@ def read_placement(path: Path, expected: Expectation) -> Table:
     _check_document(document, expected, str(path))
     array = document["physical_to_logical"]
     array = array if isinstance(array, np.ndarray) else as_numbers(array, str(path))
-    return _table(array, expected, _layer_ids(document, expected, str(path)), str(path))
+    shares = _shares(document, str(path))
+    return _table(array, shares, expected, _layer_ids(document, expected, str(path)), str(path))
 
 
 def _check_document(content: Mapping[str, object], expected: Expectation, where: str) -> None:
@@ -120,12 +125,25 @@ def _layer_ids(content: Mapping[str, object], expected: Expectation, where: str)
     return tuple(given)
 
 
+def _shares(content: Mapping[str, object], where: str) -> npt.NDArray[np.float64] | None:
+    """Shares of the slots, where the document has any: what they may be, `Table` checks."""
+    if content.get("shares") is None:
+        return None
+    return as_numbers(content["shares"], f"{where}, shares").astype(np.float64)
+
+
 def _short(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:50]}… ({len(value) if isinstance(value, list) else 1} values)"
 
 
-def _table(array: npt.NDArray[np.generic], expected: Expectation, layer_ids: tuple[int, ...], where: str) -> Table:
+def _table(
+    array: npt.NDArray[np.generic],
+    shares: npt.NDArray[np.float64] | None,
+    expected: Expectation,
+    layer_ids: tuple[int, ...],
+    where: str,
+) -> Table:
     """The map as a table that covers every expert, or InvalidInputError."""
     if array.dtype.kind not in "iu":
         raise InvalidInputError(f"{where}: a placement holds expert ids, which are integers; got {array.dtype}")
@@ -133,6 +151,7 @@ def _table(array: npt.NDArray[np.generic], expected: Expectation, layer_ids: tup
         raise InvalidInputError(f"{where}: a placement of {array.shape[0]} layers, expected {expected.num_layers}")
     try:
         table = Table(expected.model, layer_ids, expected.num_logical, expected.rank_ids, array.astype(np.int64))
+        table = table if shares is None else table.with_shares(shares)
     except InvalidInputError as error:
         raise InvalidInputError(f"{where}: {error}") from error
     missing = table.uncovered()

@@ -18,7 +18,7 @@ from eplb_service.rpc.convert_control import (
     to_rank_from_pb,
     to_rank_to_pb,
 )
-from eplb_service.rpc.convert_placement import placement_from_pb, placement_to_pb, shares_from_pb, table_from_pb, table_to_pb
+from eplb_service.rpc.convert_placement import placement_from_pb, placement_to_pb, table_from_pb, table_to_pb
 from eplb_service.rpc.convert_report import report_from_pb, report_to_pb
 from eplb_service.rpc.fields import (
     EXTENT_MAX,
@@ -46,7 +46,6 @@ __all__ = [
     "registration_to_pb",
     "report_from_pb",
     "report_to_pb",
-    "shares_from_pb",
     "table_from_pb",
     "table_to_pb",
     "to_rank_from_pb",

@@ -31,8 +31,7 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber
 from eplb_service.pb.v1 import agent_pb2, common_pb2
 from eplb_service.rpc import fields
-from eplb_service.rpc.arrays import array_from_pb
-from eplb_service.rpc.convert_placement import row_to_pb
+from eplb_service.rpc.convert_placement import row_from_pb, row_to_pb, shares_from_pb, shares_to_pb
 from eplb_service.rpc.fields import (
     EPOCH_MAX,
     EXTENT_MAX,
@@ -93,6 +92,7 @@ def _stage_to_pb(value: Stage) -> agent_pb2.Stage:
             old_digest=whole("stage.layers.old_digest", change.old_digest),
             new_digest=whole("stage.layers.new_digest", change.new_digest),
             new_row=row_to_pb("stage.layers.new_row", change.new_row),
+            new_shares=shares_to_pb("stage.layers.new_shares", change.new_shares),
         )
         for change in value.layers
     ]
@@ -125,7 +125,8 @@ def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
             layer=layer_from_pb(change.layer, f"stage.layers[{i}].layer"),
             old_digest=whole(f"stage.layers[{i}].old_digest", change.old_digest),
             new_digest=whole(f"stage.layers[{i}].new_digest", change.new_digest),
-            new_row=_row_from_pb(change.new_row, f"stage.layers[{i}].new_row"),
+            new_row=row_from_pb(change.new_row, f"stage.layers[{i}].new_row"),
+            new_shares=shares_from_pb(change, "new_shares", f"stage.layers[{i}]"),
         )
         for i, change in enumerate(message.layers)
     )
@@ -275,6 +276,7 @@ def _live_to_pb(value: Live) -> agent_pb2.Live:
             generation=whole("live.layers.generation", live.generation),
             digest=whole("live.layers.digest", live.digest),
             row=row_to_pb("live.layers.row", live.row),
+            shares=shares_to_pb("live.layers.shares", live.shares),
         )
         for live in value.layers
     ]
@@ -299,7 +301,8 @@ def _live_from_pb(message: agent_pb2.Live, sender: Address) -> Live:
             layer=layer_from_pb(live.layer, f"live.layers[{i}].layer"),
             generation=GenerationNumber(whole(f"live.layers[{i}].generation", live.generation)),
             digest=whole(f"live.layers[{i}].digest", live.digest),
-            row=_row_from_pb(live.row, f"live.layers[{i}].row"),
+            row=row_from_pb(live.row, f"live.layers[{i}].row"),
+            shares=shares_from_pb(live, "shares", f"live.layers[{i}]"),
         )
         for i, live in enumerate(message.layers)
     )
@@ -375,11 +378,6 @@ def _chunk(field: str, value: int) -> ChunkId:
 
 def _epoch(field: str, value: int) -> Epoch:
     return Epoch(whole(field, value, most=EPOCH_MAX))
-
-
-def _row_from_pb(message: common_pb2.Array, field: str) -> tuple[int, ...]:
-    row = array_from_pb(message, field, dtypes="i", shape=("slots",))
-    return tuple(row.tolist())
 
 
 _FROM_PB: dict[str, Callable[[Any, Address], FromAgent]] = {

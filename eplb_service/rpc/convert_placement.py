@@ -1,20 +1,21 @@
-"""Placements on the wire: packed [L, P] maps beside their rank ids and layer ids."""
+"""Placements on the wire: packed [L, P] maps, and shares where there are any, beside their rank ids and layer ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.pb.v1 import common_pb2
+from eplb_service.pb.v1 import agent_pb2, common_pb2
 from eplb_service.placement import Placement, Table
 from eplb_service.rpc import fields
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
 
 INT32_MIN, INT32_MAX = -(1 << 31), (1 << 31) - 1
 TABLES_MAX = 4096
+
+AgentMessage = agent_pb2.LayerChange | agent_pb2.LiveLayer
 
 
 def row_to_pb(field: str, row: Sequence[int]) -> common_pb2.Array:
@@ -24,26 +25,53 @@ def row_to_pb(field: str, row: Sequence[int]) -> common_pb2.Array:
     return array_to_pb(np.array(row, np.int32), field)
 
 
-def table_to_pb(table: Table, shares: npt.NDArray[np.floating] | None = None) -> common_pb2.Table:
-    """A table, with the share of its expert's tokens that each slot takes where a policy gave them: shape (L, P)."""
-    if shares is not None and shares.shape != table.physical_to_logical.shape:
-        raise InvalidInputError(
-            f"shares of model {table.model!r} have shape {shares.shape}; expected {table.physical_to_logical.shape}"
-        )
+def row_from_pb(message: common_pb2.Array, field: str) -> tuple[int, ...]:
+    """One layer's row. Raises InvalidInputError for what is no array of integers."""
+    return tuple(array_from_pb(message, field, dtypes="i", shape=("slots",)).tolist())
+
+
+def shares_to_pb(field: str, shares: Sequence[float] | None) -> common_pb2.Array | None:
+    """Shares of one layer's slots, length P; None = absent. Raises InvalidInputError for one that is no finite float32."""
+    if shares is None:
+        return None
+    with np.errstate(over="ignore"):
+        values = np.array(shares, np.float32)
+    odd = [share for share, sent in zip(shares, values.tolist(), strict=True) if share != sent or abs(share) == float("inf")]
+    if odd:
+        raise InvalidInputError(f"{field}: {odd[0]!r} is no finite float32; shares are decided, digested and sent as such")
+    return array_to_pb(values, field)
+
+
+def shares_from_pb(message: AgentMessage, name: str, field: str) -> tuple[float, ...] | None:
+    """Shares in the field `name` of a message, None where it is absent. What they may be, the receiver checks."""
+    if not message.HasField(name):
+        return None
+    return tuple(array_from_pb(getattr(message, name), f"{field}.{name}", dtypes="f", shape=("slots",)).tolist())
+
+
+def table_to_pb(table: Table) -> common_pb2.Table:
+    """A table, with its shares where it has any."""
     return common_pb2.Table(
         model=fields.name("table.model", table.model),
         layer_ids=fields.ascending("table.layer_ids", table.layer_ids),
         num_logical=fields.whole("table.num_logical", table.num_logical, least=1, most=fields.EXTENT_MAX),
         rank_ids=[fields.rank_id("table.rank_ids", rank) for rank in table.rank_ids],
         physical_to_logical=array_to_pb(table.physical_to_logical, "table.physical_to_logical"),
-        shares=None if shares is None else array_to_pb(shares.astype(np.float32), "table.shares"),
+        shares=None if table.shares is None else array_to_pb(table.shares, "table.shares"),
     )
 
 
 def table_from_pb(message: common_pb2.Table, field: str = "table") -> Table:
-    """A table. Raises InvalidInputError for a shape that does not fit its layer and rank ids, or an expert out of range."""
+    """A table. Raises InvalidInputError, naming the field.
+
+    For a shape that does not fit its layer and rank ids, an expert out of range, or shares that do not say how each expert's
+    tokens are split.
+    """
     layer_ids = fields.ascending(f"{field}.layer_ids", message.layer_ids)
     array = array_from_pb(message.physical_to_logical, f"{field}.physical_to_logical", dtypes="i", shape=(len(layer_ids), "P"))
+    shares = (
+        array_from_pb(message.shares, f"{field}.shares", dtypes="f", shape=array.shape) if message.HasField("shares") else None
+    )
     try:
         return Table(
             fields.name(f"{field}.model", message.model),
@@ -51,20 +79,10 @@ def table_from_pb(message: common_pb2.Table, field: str = "table") -> Table:
             fields.whole(f"{field}.num_logical", message.num_logical, least=1, most=fields.EXTENT_MAX),
             tuple(fields.rank_id(f"{field}.rank_ids", rank) for rank in message.rank_ids),
             array,
+            shares,
         )
     except InvalidInputError as error:
         raise InvalidInputError(f"{field}: {error}") from None
-
-
-def shares_from_pb(message: common_pb2.Table, field: str = "table") -> npt.NDArray[np.float32] | None:
-    """Shares of a table, shape (L, P), finite and >= 0; None when the engine's own dispatch applies."""
-    if not message.HasField("shares"):
-        return None
-    shape = tuple(message.physical_to_logical.shape)
-    shares = array_from_pb(message.shares, f"{field}.shares", dtypes="f", shape=shape)
-    if not np.isfinite(shares).all() or (shares < 0).any():
-        raise InvalidInputError(f"{field}.shares: entries must be finite and >= 0; the least is {shares.min(initial=0.0)}")
-    return shares.astype(np.float32)
 
 
 def placement_to_pb(placement: Placement) -> common_pb2.Placement:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.imbalance import Imbalance
@@ -135,11 +136,13 @@ def proposal_view(deployment: str, decision: Decision) -> placement_pb2.Generati
 
 
 def diff_view(before: Placement, after: Placement, moves: MoveSummary) -> placement_pb2.DiffPlacementsResponse:
-    """Every slot that changes."""
+    """Every slot that gets another expert, or another share of its expert's tokens."""
     changes = []
     for (layer, table, old), (_, _, new) in zip(before.layers(), after.layers(), strict=True):
-        for index in np.flatnonzero(old != new).tolist():
+        shares = (before.shares_row(layer), after.shares_row(layer))
+        for index in np.flatnonzero((old != new) | _other_shares(*shares)).tolist():
             position, slot = divmod(index, table.slots_per_rank)
+            from_share, to_share = (None if row is None else float(row[index]) for row in shares)
             changes.append(
                 placement_pb2.SlotChange(
                     layer=layer_to_pb(layer),
@@ -147,9 +150,18 @@ def diff_view(before: Placement, after: Placement, moves: MoveSummary) -> placem
                     slot=slot,
                     from_expert=int(old[index]),
                     to_expert=int(new[index]),
+                    from_share=from_share,
+                    to_share=to_share,
                 )
             )
     return placement_pb2.DiffPlacementsResponse(changes=changes, moves=moves_view(moves))
+
+
+def _other_shares(
+    before: npt.NDArray[np.float32] | None, after: npt.NDArray[np.float32] | None
+) -> npt.NDArray[np.bool_] | np.bool_:
+    """Which slots of a layer take another share; none where either has no shares: the engine's own dispatch is no number."""
+    return np.False_ if before is None or after is None else before != after
 
 
 def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -54,7 +55,6 @@ from eplb_service.rpc.convert import (
     registration_to_pb,
     report_from_pb,
     report_to_pb,
-    shares_from_pb,
     table_from_pb,
     table_to_pb,
     to_rank_from_pb,
@@ -73,6 +73,7 @@ NAMES = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=12)
 ADDRESSES = st.builds(Address, RANKS, BITS_63, BITS_63)
 LAYERS = st.builds(LayerRef, NAMES, SMALL)
 ROWS = st.lists(st.integers(-1, 300), min_size=1, max_size=12).map(tuple)
+SHARES = st.none() | st.lists(st.floats(0, 1, width=32), min_size=1, max_size=12).map(tuple)
 LINK_BYTES = st.builds(LinkBytes, same_rank=BITS_63, same_node=BITS_63, cross_node=BITS_63)
 
 
@@ -87,7 +88,9 @@ TO_RANK: st.SearchStrategy[ToRank] = st.one_of(
     st.builds(
         Stage,
         to=ADDRESSES, chunk_id=CHUNKS, generation=st.integers(1, 1 << 40), weights_version=BITS_63, mesh_id=BITS_63,
-        layers=tuples(st.builds(LayerChange, layer=LAYERS, old_digest=BITS_63, new_digest=BITS_63, new_row=ROWS)),
+        layers=tuples(st.builds(
+            LayerChange, layer=LAYERS, old_digest=BITS_63, new_digest=BITS_63, new_row=ROWS, new_shares=SHARES,
+        )),
         copies=tuples(st.builds(
             Copy, layer=LAYERS, expert=SMALL, source_rank=RANKS, source_slot=SMALL, target_rank=RANKS, target_slot=SMALL,
         )),
@@ -106,7 +109,7 @@ FROM_AGENT: st.SearchStrategy[FromAgent] = st.one_of(
         Live,
         sender=ADDRESSES, epoch=EPOCHS, epoch_seen=EPOCHS, generation_seen=BITS_63, closed_id=BITS_63, flipped_id=BITS_63,
         boundary=BITS_63, weights_version=BITS_63, voting=st.booleans(), off_reason=TEXT,
-        layers=tuples(st.builds(LiveLayer, layer=LAYERS, generation=BITS_63, digest=BITS_63, row=ROWS)),
+        layers=tuples(st.builds(LiveLayer, layer=LAYERS, generation=BITS_63, digest=BITS_63, row=ROWS, shares=SHARES)),
     ),
     st.builds(Staged, sender=ADDRESSES, chunk_id=CHUNKS, seconds=SECONDS, received=LINK_BYTES),
     st.builds(Refused, sender=ADDRESSES, chunk_id=CHUNKS, code=st.sampled_from(RefusalCode), reason=TEXT),
@@ -331,10 +334,13 @@ def test_a_value_that_does_not_fit_the_wire_is_refused_before_it_is_sent() -> No
         from_agent_to_pb(Committed(sender=sender, chunk_id=ChunkId(1), boundary=-1))
     with pytest.raises(InvalidInputError, match=r"live.layers.row: 4294967296 is out of range"):
         from_agent_to_pb(_live((1 << 32,)))
+    for share in (0.1, 1e300, float("nan"), float("inf")):
+        with pytest.raises(InvalidInputError, match=re.escape(f"live.layers.shares: {share!r} is no finite float32")):
+            from_agent_to_pb(_live((1,), (share,)))
 
 
-def _live(row: tuple[int, ...]) -> Live:
-    layer = LiveLayer(layer=LayerRef("m", 0), generation=GenerationNumber(0), digest=1, row=row)
+def _live(row: tuple[int, ...], shares: tuple[float, ...] | None = None) -> Live:
+    layer = LiveLayer(layer=LayerRef("m", 0), generation=GenerationNumber(0), digest=1, row=row, shares=shares)
     return Live(
         sender=REGISTRATION.address, epoch=Epoch(1), epoch_seen=Epoch(1), generation_seen=GenerationNumber(0),
         closed_id=ChunkId(0), flipped_id=ChunkId(0), boundary=0, weights_version=0, voting=True, off_reason="", layers=(layer,),
@@ -440,19 +446,42 @@ def test_an_empty_placement_is_refused() -> None:
         placement_from_pb(common_pb2.Placement())
 
 
-def test_shares_travel_beside_the_table_and_are_absent_without_one() -> None:
-    shares = np.linspace(0, 1, 12).reshape(2, 6).astype(np.float32)
-    message = over_the_wire(table_to_pb(table(), shares))
-    assert table_from_pb(message) == table()
-    arrived = shares_from_pb(message)
-    assert arrived is not None
-    np.testing.assert_array_equal(arrived, shares)
-    assert shares_from_pb(table_to_pb(table())) is None
-    shares[0, 0] = np.nan
-    with pytest.raises(InvalidInputError, match=r"table\.shares: entries must be finite"):
-        shares_from_pb(table_to_pb(table(), shares))
-    with pytest.raises(InvalidInputError, match=r"have shape \(1, 2\); expected \(2, 6\)"):
-        table_to_pb(table(), np.ones((1, 2), np.float32))
+def test_shares_travel_in_the_table_bit_for_bit_and_are_absent_without() -> None:
+    bare = table()
+    third = np.float32(1) / np.float32(3)
+    shares = bare.with_even_shares().shares
+    assert shares is not None
+    shares = shares.copy()
+    row = bare.physical_to_logical[0].tolist()
+    pair = next([slot for slot, held in enumerate(row) if held == expert] for expert in row if row.count(expert) == 2)
+    shares[0, pair] = third, np.float32(1) - third
+    sent = bare.with_shares(shares)
+    arrived = table_from_pb(over_the_wire(table_to_pb(sent)))
+    assert arrived == sent
+    assert arrived.shares is not None
+    assert arrived.shares.tobytes() == shares.tobytes()
+    assert not table_to_pb(bare).HasField("shares")
+    placement = Placement((sent,))
+    assert placement_from_pb(over_the_wire(placement_to_pb(placement))).digest() == placement.digest()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"dtype": "i4"}, "table.shares: dtype 'i4'; expected f4 or f8"),
+        ({"shape": [1, 12]}, "table.shares: shape (1, 12); expected (2, 6)"),
+        ({"data": np.full(12, np.nan, np.float32).tobytes()}, "table: layer"),
+        ({"data": np.zeros(12, np.float32).tobytes()}, "they must add up to 1"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(change: dict[str, Any], complaint: str) -> None:
+    message = table_to_pb(table().with_even_shares())
+    for field, value in change.items():
+        message.shares.ClearField(field)
+        message.shares.MergeFrom(common_pb2.Array(**{field: value}))
+    with pytest.raises(InvalidInputError) as refusal:
+        table_from_pb(message)
+    assert complaint in str(refusal.value)
 
 
 # ── load reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────

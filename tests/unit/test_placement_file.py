@@ -24,6 +24,28 @@ def test_round_trip_keeps_everything_vllm_49572(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["p.json"]
 
 
+def test_shares_are_read_back_exactly_and_wrong_ones_refused(tmp_path: Path) -> None:
+    shares = np.array([[1 / 3, 0.1, 1, 1, 2 / 3, 0.9], [1, 1, 0.7, 1, 0, 0.3]], np.float32)
+    weighted = TABLE.with_shares(shares)
+    write_placement(tmp_path / "p.json", weighted)
+    read = read_placement(tmp_path / "p.json", EXPECTED)
+    assert read == weighted
+    assert read.shares is not None
+    assert read.shares.tobytes() == shares.tobytes()
+    for wrong, message in [
+        (
+            [[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]],
+            "layer m/3: the shares of expert 0 on its 2 slots add up to 2; they must add up to 1",
+        ),
+        ([[1] * 5] * 2, r"shape \(layers, slots\) = \(2, 6\); got float64 of shape \(2, 5\)"),
+        ("half", "p.json, shares: expected numbers"),
+        ([[1e300] * 6] * 2, "slot 0 has share 1e\\+300"),
+    ]:
+        (tmp_path / "p.json").write_text(json.dumps({**placement_document(TABLE), "shares": wrong}))
+        with pytest.raises(InvalidInputError, match=message):
+            read_placement(tmp_path / "p.json", EXPECTED)
+
+
 def test_plain_maps_take_what_they_do_not_say_from_what_is_expected(tmp_path: Path) -> None:
     np.save(tmp_path / "p.npy", TABLE.physical_to_logical)
     (tmp_path / "p.json").write_text(json.dumps(TABLE.physical_to_logical.tolist()))

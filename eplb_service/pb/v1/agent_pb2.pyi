@@ -166,16 +166,18 @@ class Attach(_message.Message):
     def __init__(self, deployment: _Optional[str] = ..., ranks: _Optional[_Iterable[_Union[_common_pb2.Address, _Mapping]]] = ...) -> None: ...
 
 class LiveLayer(_message.Message):
-    __slots__ = ("layer", "generation", "digest", "row")
+    __slots__ = ("layer", "generation", "digest", "row", "shares")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     ROW_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
     layer: _common_pb2.Layer
     generation: int
     digest: int
     row: _common_pb2.Array
-    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., generation: _Optional[int] = ..., digest: _Optional[int] = ..., row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
+    shares: _common_pb2.Array
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., generation: _Optional[int] = ..., digest: _Optional[int] = ..., row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., shares: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
 
 class Live(_message.Message):
     __slots__ = ("epoch", "epoch_seen", "generation_seen", "closed_id", "flipped_id", "boundary", "weights_version", "voting", "off_reason", "layers")
@@ -316,16 +318,18 @@ class Hello(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class LayerChange(_message.Message):
-    __slots__ = ("layer", "old_digest", "new_digest", "new_row")
+    __slots__ = ("layer", "old_digest", "new_digest", "new_row", "new_shares")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     OLD_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEW_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NEW_ROW_FIELD_NUMBER: _ClassVar[int]
+    NEW_SHARES_FIELD_NUMBER: _ClassVar[int]
     layer: _common_pb2.Layer
     old_digest: int
     new_digest: int
     new_row: _common_pb2.Array
-    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., old_digest: _Optional[int] = ..., new_digest: _Optional[int] = ..., new_row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
+    new_shares: _common_pb2.Array
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., old_digest: _Optional[int] = ..., new_digest: _Optional[int] = ..., new_row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., new_shares: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
 
 class Copy(_message.Message):
     __slots__ = ("layer", "expert", "source_rank", "source_slot", "target_rank", "target_slot")

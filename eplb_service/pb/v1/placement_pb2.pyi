@@ -105,18 +105,22 @@ class DiffPlacementsRequest(_message.Message):
     def __init__(self, deployment: _Optional[str] = ..., from_generation: _Optional[int] = ..., to_generation: _Optional[int] = ...) -> None: ...
 
 class SlotChange(_message.Message):
-    __slots__ = ("layer", "rank_id", "slot", "from_expert", "to_expert")
+    __slots__ = ("layer", "rank_id", "slot", "from_expert", "to_expert", "from_share", "to_share")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     RANK_ID_FIELD_NUMBER: _ClassVar[int]
     SLOT_FIELD_NUMBER: _ClassVar[int]
     FROM_EXPERT_FIELD_NUMBER: _ClassVar[int]
     TO_EXPERT_FIELD_NUMBER: _ClassVar[int]
+    FROM_SHARE_FIELD_NUMBER: _ClassVar[int]
+    TO_SHARE_FIELD_NUMBER: _ClassVar[int]
     layer: _common_pb2.Layer
     rank_id: int
     slot: int
     from_expert: int
     to_expert: int
-    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., rank_id: _Optional[int] = ..., slot: _Optional[int] = ..., from_expert: _Optional[int] = ..., to_expert: _Optional[int] = ...) -> None: ...
+    from_share: float
+    to_share: float
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., rank_id: _Optional[int] = ..., slot: _Optional[int] = ..., from_expert: _Optional[int] = ..., to_expert: _Optional[int] = ..., from_share: _Optional[float] = ..., to_share: _Optional[float] = ...) -> None: ...
 
 class DiffPlacementsResponse(_message.Message):
     __slots__ = ("changes", "moves")
