@@ -40,6 +40,7 @@ class LayerTask:
     spread: shape (E,), experts that must be on at least two failure domains. domain_of: domain of each rank, shape (R,).
     node_of: node index of each rank, shape (R,), int64.
     source_loads: shape (R, E), tokens that each rank sends, None = uniform sources; only nearest dispatch looks at it.
+    layer_id, rank_ids: for messages; no rank ids = positions.
     """
 
     load: Float64Array
@@ -59,6 +60,8 @@ class LayerTask:
     domain_of: Int64Array
     node_of: Int64Array
     source_loads: Float64Array | None = None
+    layer_id: int = 0
+    rank_ids: tuple[int, ...] = ()
 
     @property
     def num_logical(self) -> int:
@@ -69,6 +72,23 @@ class LayerTask:
     def num_ranks(self) -> int:
         """R."""
         return int(self.room.size)
+
+    @property
+    def where(self) -> str:
+        """How messages call the layer."""
+        return f"layer {self.layer_id}"
+
+    def rank_name(self, position: int) -> int:
+        """How messages call a rank: its id, or its position when the task knows no ids."""
+        return int(self.rank_ids[position]) if self.rank_ids else position
+
+    def heights(self, bins: Int32Array | None = None) -> Float64Array:
+        """Work over capacity of each rank under even split, shape (R,). Bins: shape (R, S), None = what is held now."""
+        placed = self.held if bins is None else bins
+        copies = np.bincount(placed[placed >= 0], minlength=self.num_logical)
+        share = np.append(self.load / np.maximum(copies, 1), 0.0)  # the last one is what an empty slot (-1) carries
+        height: Float64Array = (share[placed].sum(axis=1) + self.base) / self.capacity
+        return height
 
 
 def layer_task(problem: PlanningProblem, limits: Limits, layout: Layout, layer: int) -> LayerTask:
