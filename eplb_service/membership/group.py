@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.control import Address, LayerInfo, LiveLayer, Registration
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.generation import LiveMap
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, LayerRef, RankId
 from eplb_service.placement import Placement, Table, row_digest
+from eplb_service.replica_shares import Float32Array
 from eplb_service.topology import Topology
 
 
@@ -85,6 +87,32 @@ class Group:
         return f"rank{'s' * (len(without) > 1)} {_listed(without)} allocated no staging" if without else ""
 
     @property
+    def is_weighted(self) -> bool:
+        """Whether the engine splits an expert's tokens by shares that come with the placement."""
+        return self.registrations[0].dispatch == Dispatch.WEIGHTED
+
+    def with_fitting_shares(self, placement: Placement) -> Placement:
+        """A placement as this group's engine takes it: with even shares where it is weighted and none are given.
+
+        Raises InvalidInputError when the placement has shares and the engine's dispatch knows none.
+        """
+        if self.is_weighted and not placement.has_shares:
+            return placement.with_even_shares()
+        problem = self.shares_problem(placement)
+        if problem:
+            raise InvalidInputError(problem)
+        return placement
+
+    def shares_problem(self, placement: Placement) -> str:
+        """Why a placement and the engine's dispatch do not go together; empty when they do."""
+        if placement.has_shares == self.is_weighted:
+            return ""
+        if self.is_weighted:
+            return "the engine dispatches by shares and the placement has none: give every slot its share"
+        word = self.registrations[0].dispatch
+        return f"the placement has shares and the engine's dispatch is {word!r}, which knows none: plan without shares"
+
+    @property
     def staging_bytes(self) -> Mapping[RankId, int]:
         """Staging budget of each rank."""
         return {registration.address.rank_id: registration.staging_bytes for registration in self.registrations}
@@ -98,7 +126,8 @@ class Group:
         """What a rank says that it routes by, in the order of the group's tables.
 
         Raises InvalidInputError when layers are missing, unknown or twice there, when a row has another length or an
-        expert that the layer has not, and when a digest is not that of its row.
+        expert that the layer has not, when shares are missing under weighted dispatch, there without it, or do not add up, and
+        when a digest is not that of its row and shares.
         """
         given = {layer.layer: layer for layer in layers}
         odd = sorted(set(given) ^ set(self.layers))
@@ -116,14 +145,28 @@ class Group:
                 if len(layer.row) != num_slots:
                     raise InvalidInputError(f"row of layer {layer.layer} has {len(layer.row)} slots, the group {num_slots}")
             rows = np.array([layer.row for layer in mine], np.int32)
-            tables.append(Table(table.model, table.layer_ids, table.num_logical, self.rank_ids, rows))
-            for layer, row in zip(mine, rows, strict=True):
-                if row_digest(layer.layer, row) != layer.digest:
-                    raise InvalidInputError(
-                        f"layer {layer.layer} claims digest {layer.digest:#x}, its row has {row_digest(layer.layer, row):#x}"
-                    )
+            known = Table(
+                table.model, table.layer_ids, table.num_logical, self.rank_ids, rows, self._shares_of(mine, num_slots)
+            )
+            tables.append(known)
+            for layer in mine:
+                digest = row_digest(layer.layer, known.row(layer.layer.layer_id), known.shares_row(layer.layer.layer_id))
+                if digest != layer.digest:
+                    raise InvalidInputError(f"layer {layer.layer} claims digest {layer.digest:#x}, its row has {digest:#x}")
             generations.extend(layer.generation for layer in mine)
         return LiveMap(Placement(tuple(tables)), tuple(generations))
+
+    def _shares_of(self, layers: list[LiveLayer], num_slots: int) -> Float32Array | None:
+        """Shares of the layers of a table, shape (L, P); None without weighted dispatch."""
+        for layer in layers:
+            if (layer.shares is not None) != self.is_weighted:
+                has, word = ("no shares", "shares") if self.is_weighted else ("shares", "none")
+                raise InvalidInputError(
+                    f"layer {layer.layer} has {has}; dispatch {self.registrations[0].dispatch!r} wants {word}"
+                )
+            if layer.shares is not None and len(layer.shares) != num_slots:
+                raise InvalidInputError(f"layer {layer.layer} has {len(layer.shares)} shares for {num_slots} slots")
+        return np.array([layer.shares for layer in layers], np.float32) if self.is_weighted else None
 
 
 def _tables(registration: Registration) -> tuple[GroupTable, ...]:

@@ -198,6 +198,7 @@ class Proposer:
         num_chunks = 1
         if not cannot:
             try:
+                target = group.with_fitting_shares(target)
                 num_chunks = chunks_between(live.placement, target, group, self.layers_per_chunk_max)
             except InvalidInputError as error:
                 cannot = str(error)

@@ -259,6 +259,10 @@ class Steering:
                 )
             if group.observe_only:
                 raise ConflictError(f"{deployment.name} cannot roll anything out: {group.observe_only}")
+            try:
+                target = group.with_fitting_shares(target)
+            except InvalidInputError as error:
+                raise ConflictError(f"generation {number} of {deployment.name} cannot be restored: {error}") from None
             verdict = VerdictRecord(
                 move=True,
                 code="rollback",

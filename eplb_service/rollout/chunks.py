@@ -6,6 +6,9 @@ of copies, so both ends of a copy follow one plan and no rank computes it for it
 Every slot that gets another expert is filled through staging, also from the same rank: at the flip all slots of a layer are
 written at once, and two experts that swap places would overwrite each other. Sources are slots of the *live* map: these
 stay untouched until the flip.
+
+Under weighted dispatch a layer also changes when its shares alone do: it is staged, voted and flipped like any other, with no
+copy and no byte of staging, so it fits any chunk.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from dataclasses import dataclass
 from eplb_service.control import Copy, LayerChange
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef, RankId
-from eplb_service.placement import EMPTY_SLOT, Placement, row_digest
+from eplb_service.placement import EMPTY_SLOT, Placement
+from eplb_service.replica_shares import as_values
 from eplb_service.topology import LinkKind, Topology
 
 _NEAREST_FIRST = (LinkKind.SAME_RANK, LinkKind.SAME_NODE, LinkKind.CROSS_NODE)
@@ -56,13 +60,14 @@ def plan_chunks(
     """Chunks from `live` to `target`, changed layers only. Empty when nothing changes.
 
     Layers are taken in table order into the first chunk where no rank would stage more than the smallest budget. A slot
-    that keeps its expert, or becomes empty (-1), needs no copy. Sources are nearest first (same rank, same node, cross node),
-    among equals the rank that sends least in this chunk.
+    that keeps its expert, or becomes empty (-1), needs no copy; nor does a layer whose shares alone change. Sources are nearest
+    first (same rank, same node, cross node), among equals the rank that sends least in this chunk.
 
     topology: the ranks in column order. expert_bytes: of every changed layer. staging_bytes: budget of every rank.
     layers_max: most layers in a chunk; None = as the budget allows.
-    Raises InvalidInputError when the two differ in shape or ranks, when a single layer needs more staging than the smallest
-    budget, when a dead rank gets an expert, and when an expert that must be copied is held by no rank that serves.
+    Raises InvalidInputError when the two differ in shape or ranks, when one has shares and the other none, when a single layer
+    needs more staging than the smallest budget, when a dead rank gets an expert, and when an expert that must be copied is held
+    by no rank that serves.
     """
     _check_shapes(live, target, topology)
     budget = min((staging_bytes[rank] for rank in topology.rank_ids), default=0)
@@ -86,6 +91,9 @@ def plan_chunks(
 
 
 def _check_shapes(live: Placement, target: Placement, topology: Topology) -> None:
+    if live.has_shares != target.has_shares:
+        with_them, without = ("live map", "target") if live.has_shares else ("target", "live map")
+        raise InvalidInputError(f"the {with_them} has shares and the {without} has none: a deployment has one dispatch")
     same = len(live.tables) == len(target.tables) and all(
         mine.same_shape(theirs) for mine, theirs in zip(live.tables, target.tables, strict=True)
     )
@@ -108,8 +116,9 @@ def _changed_layers(
     live: Placement, target: Placement, topology: Topology, expert_bytes: Mapping[LayerRef, int]
 ) -> list[_Layer]:
     changed = []
+    old_digests, new_digests = live.row_digests(), target.row_digests()
     for (layer, table, old), (_, _, new) in zip(live.layers(), target.layers(), strict=True):
-        if (old == new).all():
+        if old_digests[layer] == new_digests[layer]:
             continue
         wanted = []
         staged = [0] * topology.num_ranks
@@ -125,7 +134,11 @@ def _changed_layers(
             wanted.append((position, slot, expert))
             staged[position] += expert_bytes[layer]
         change = LayerChange(
-            layer=layer, old_digest=row_digest(layer, old), new_digest=row_digest(layer, new), new_row=tuple(new.tolist())
+            layer=layer,
+            old_digest=old_digests[layer],
+            new_digest=new_digests[layer],
+            new_row=tuple(new.tolist()),
+            new_shares=as_values(target.shares_row(layer)),
         )
         changed.append(_Layer(change, tuple(old.tolist()), tuple(wanted), tuple(staged)))
     return changed

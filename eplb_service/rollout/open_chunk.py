@@ -40,6 +40,7 @@ from eplb_service.control import (
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, LayerRef, RankId
 from eplb_service.membership.group import Group
 from eplb_service.placement import Int32Array
+from eplb_service.replica_shares import Float32Array, as_array
 from eplb_service.rollout.chunks import PlannedChunk
 from eplb_service.rollout.events import Alarm, AlarmCode, Effect, Note, RolloutSettings, RolloutState, Send
 
@@ -127,6 +128,12 @@ class OpenChunk:
     def rows(self) -> Mapping[LayerRef, Int32Array]:
         """New rows of its layers."""
         return {change.layer: np.array(change.new_row, np.int32) for change in self.plan.layers}
+
+    @property
+    def shares(self) -> Mapping[LayerRef, Float32Array]:
+        """New shares of its layers; empty without weighted dispatch."""
+        given = {change.layer: as_array(change.new_shares) for change in self.plan.layers}
+        return {layer: shares for layer, shares in given.items() if shares is not None}
 
     @property
     def waiting_for(self) -> tuple[RankId, ...]:

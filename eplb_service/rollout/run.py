@@ -277,7 +277,7 @@ class Run:
 
     def _flipped(self, chunk: OpenChunk, boundary: int | None, now: float) -> None:
         self._ids.flipped(chunk.chunk_id)
-        self.live = self.live.with_rows(chunk.rows, chunk.generation)
+        self.live = self.live.with_rows(chunk.rows, chunk.generation, chunk.shares)
         self.index += 1
         self.tries = 0
         if boundary is not None:

@@ -26,6 +26,9 @@ def chunks_to_roll_out(
         raise InvalidInputError(f"{name} cannot start: {group.observe_only} (observe only)")
     if generation.number < generation_floor:
         raise InvalidInputError(f"{name} cannot start: ranks have seen generation {generation_floor}; numbers never go back")
+    shares_problem = group.shares_problem(generation.placement)
+    if shares_problem:
+        raise InvalidInputError(f"{name} cannot start: {shares_problem}")
     for table in generation.placement.tables:
         uncovered = table.uncovered()
         if uncovered:

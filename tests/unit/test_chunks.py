@@ -64,6 +64,33 @@ def test_a_slot_that_becomes_empty_changes_the_layer_without_a_copy() -> None:
     assert chunk.layers[0].new_row == (0, 1, -1, 2)
 
 
+def test_a_layer_whose_shares_alone_change_is_flipped_without_a_copy_or_a_byte() -> None:
+    rows = [[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 1, 2]]
+    live = table(rows, num_logical=3).with_even_shares()
+    shares = np.array([[1, 0.25, 0.75, 1], [1, 0.5, 0.5, 1], [1, 1, 0.125, 0.875]], np.float32)
+    moved = [rows[0], rows[1], [0, 1, 2, 2]]
+    target = table(moved, num_logical=3).with_shares(shares)
+    (chunk,) = plan(live, target, ("a", "a"), budget=10)
+    assert [change.layer.layer_id for change in chunk.layers] == [0, 2], "the second layer is as it was"
+    assert [copy.layer.layer_id for copy in chunk.copies] == [2]
+    assert chunk.staged_bytes == (0, 10)
+    weighted = chunk.layers[0]
+    assert (weighted.new_row, weighted.new_shares) == ((0, 1, 1, 2), (1.0, 0.25, 0.75, 1.0))
+    assert weighted.old_digest == row_digest(LayerRef(M, 0), live.row(0), live.shares_row(0))
+    assert weighted.new_digest == row_digest(LayerRef(M, 0), live.row(0), shares[0])
+    assert [part.layers[0].layer.layer_id for part in plan(live, target, ("a", "a"), layers_max=1)] == [0, 2]
+
+
+def test_shares_and_none_do_not_go_together() -> None:
+    bare = table([[0, 1, 1, 2]], num_logical=3)
+    with pytest.raises(
+        InvalidInputError, match="the live map has shares and the target has none: a deployment has one dispatch"
+    ):
+        plan(bare.with_even_shares(), bare, ("a", "a"))
+    with pytest.raises(InvalidInputError, match="the target has shares and the live map has none"):
+        plan(bare, bare.with_even_shares(), ("a", "a"))
+
+
 def test_the_nearest_source_is_used() -> None:
     live = table([[0, 1, 0, 2, 0, 3]], num_logical=4, ranks=(7, 8, 9))
     target = table([[0, 0, 0, 2, 0, 3]], num_logical=4, ranks=(7, 8, 9))

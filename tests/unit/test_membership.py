@@ -8,6 +8,7 @@ import pytest
 
 from eplb_service.control import Address, LayerInfo, LiveLayer, ModelInfo, Registration
 from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError, StaleError, UnsupportedError
+from eplb_service.generation import LiveMap
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
 from eplb_service.membership.machine import (
     Attached,
@@ -275,6 +276,42 @@ def live_layers(group: Group, **changes: object) -> tuple[LiveLayer, ...]:
     ]
     made[0] = dataclasses.replace(made[0], **changes)  # type: ignore[arg-type]
     return tuple(reversed(made))
+
+
+def weighted_layers(group: Group, **changes: object) -> tuple[LiveLayer, ...]:
+    even = ready(rank(0), rank(1))[1].live_map(live_layers(group))
+    layers = LiveMap(even.placement.with_even_shares(), even.generations).layers
+    return (dataclasses.replace(layers[0], **changes), *layers[1:])  # type: ignore[arg-type]
+
+
+def test_a_live_map_has_shares_under_weighted_dispatch_and_only_there() -> None:
+    _, weighted = ready(rank(0, dispatch="weighted"), rank(1, dispatch="weighted"))
+    live = weighted.live_map(weighted_layers(weighted))
+    assert live.placement == live.placement.without_shares().with_even_shares()
+    with pytest.raises(InvalidInputError, match="layer v3/3 has no shares; dispatch 'weighted' wants shares"):
+        weighted.live_map(live_layers(weighted))
+    with pytest.raises(InvalidInputError, match="layer v3/3 has 2 shares for 8 slots"):
+        weighted.live_map(weighted_layers(weighted, shares=(0.5, 0.5)))
+    with pytest.raises(InvalidInputError, match="layer v3/3: the shares of expert 0 on its 2 slots add up to 2"):
+        weighted.live_map(weighted_layers(weighted, shares=(1.0,) * 8))
+    with pytest.raises(InvalidInputError, match="layer v3/3 claims digest"):
+        weighted.live_map(weighted_layers(weighted, shares=(0.75, 0.5, 1.0, 1.0, 1.0, 1.0, 0.25, 0.5)))
+    _, even = ready(rank(0), rank(1))
+    with pytest.raises(InvalidInputError, match="layer v3/3 has shares; dispatch 'even' wants none"):
+        even.live_map(weighted_layers(even))
+
+
+def test_a_placement_is_fitted_to_the_dispatch_of_its_group_or_refused() -> None:
+    _, weighted = ready(rank(0, dispatch="weighted"), rank(1, dispatch="weighted"))
+    _, even = ready(rank(0), rank(1))
+    bare = even.live_map(live_layers(even)).placement
+    assert even.with_fitting_shares(bare) is bare
+    assert weighted.with_fitting_shares(bare) == bare.with_even_shares()
+    assert weighted.with_fitting_shares(bare.with_even_shares()) == bare.with_even_shares()
+    with pytest.raises(
+        InvalidInputError, match="the placement has shares and the engine's dispatch is 'even', which knows none"
+    ):
+        even.with_fitting_shares(bare.with_even_shares())
 
 
 def test_a_live_map_is_put_in_the_order_of_the_tables() -> None:

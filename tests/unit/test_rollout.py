@@ -94,7 +94,7 @@ VOTE_PERIOD = 4
 AnyEffect = TypeVar("AnyEffect")
 
 
-def group(*, group_id: int = 1, staging_bytes: int = 10, incarnation: int = 1) -> Group:
+def group(*, group_id: int = 1, staging_bytes: int = 10, incarnation: int = 1, dispatch: str = "even") -> Group:
     layers = tuple(LayerInfo(layer_id=layer.layer_id, num_logical=3, slots=2, expert_bytes=10) for layer in LAYERS)
     return Group.of(
         tuple(
@@ -107,7 +107,7 @@ def group(*, group_id: int = 1, staging_bytes: int = 10, incarnation: int = 1) -
                 stage=0,
                 models=(ModelInfo(name="m", digest="d", manifest_digest="t", layers=layers),),
                 capacity=1.0,
-                dispatch="even",
+                dispatch=dispatch,
                 vote_period=VOTE_PERIOD,
                 window_steps=8,
                 sub_windows=1,
@@ -450,6 +450,44 @@ def test_numbers_never_go_back() -> None:
     result, reason = outcome_of(script, generation(8, ONE_LAYER))
     assert result is Outcome.NOT_STARTED
     assert "ranks have seen generation 9" in reason
+
+
+SHARES = np.array([[0.25, 1, 1, 0.75, 0, 0], [0.5, 0.5, 0.5, 0.5, 0.5, 0.5]], np.float32)
+SPLIT = placement((0, 1, 2, 0, -1, -1)).tables[0].with_shares(SHARES)
+
+
+def test_a_layer_whose_shares_alone_change_is_voted_and_flipped_like_any_other() -> None:
+    script = Script(ready=group(dispatch="weighted"))
+    live = as_loaded(placement((0, 1, 2, 0, -1, -1)).with_even_shares())
+    script.hear(*script.lives(live))
+    (persist,) = of(script.do(Start(generation(1, Placement((SPLIT,))))), Persist)
+    assert (persist.record.num_chunks, persist.record.num_layers) == (1, 1)
+    script.do(Persisted(persist.token))
+    stage = script.stages()[-1]
+    assert stage.copies == ()
+    (change,) = stage.layers
+    assert (change.layer, change.new_row) == (LAYERS[0], (0, 1, 2, 0, -1, -1))
+    assert change.new_shares == (0.25, 1.0, 1.0, 0.75, 0.0, 0.0)
+    script.hear(*script.staged())
+    (changed,) = of(script.hear(*script.flipped()), LiveChanged)
+    assert changed.live.generations == (1, 0)
+    assert changed.live.placement == Placement((SPLIT,))
+    assert outcome(script).outcome is Outcome.ACTIVE
+
+
+@pytest.mark.parametrize(
+    ("dispatch", "live", "target", "said"),
+    [
+        ("nearest", placement(), placement().with_even_shares(), "the engine's dispatch is 'nearest', which knows none"),
+        ("weighted", placement().with_even_shares(), ONE_LAYER, "the placement has none: give every slot its share"),
+    ],
+)
+def test_shares_go_to_weighted_engines_and_to_no_others(dispatch: str, live: Placement, target: Placement, said: str) -> None:
+    script = Script(ready=group(dispatch=dispatch))
+    script.hear(*script.lives(as_loaded(live)))
+    result, reason = outcome_of(script, generation(1, target))
+    assert result is Outcome.NOT_STARTED
+    assert said in reason
 
 
 def test_a_group_without_staging_is_only_observed() -> None:
