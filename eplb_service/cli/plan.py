@@ -3,41 +3,220 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
+from eplb_service.cli import values
 from eplb_service.cli.client import planner_client, the_deployment, tls_options
+from eplb_service.cli.front_picture import check_picture, draw_front
+from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
 from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_fact, print_json, print_table
+from eplb_service.cli.plan_request import checked_together, flag, loads_of, problem_of
 from eplb_service.dispatch import Dispatch
-from eplb_service.offline.plan import TIME_LIMIT_S, OfflinePlan
+from eplb_service.policy.base import Effort
 
-# A rank that waits on a busier one loses time: what the numbers mean, once, under every table.
-LEGEND = "imbalance is max rank load / mean rank load; mean over layers / worst layer; 1 is perfect"
-OFFLINE_ONLY = ("ranks", "slots_per_rank", "nodes", "groups", "current", "out", "max_moves", "expert_bytes")
+if TYPE_CHECKING:
+    from eplb_service.offline.facts import PlanFacts
+    from eplb_service.offline.plan import OfflinePlan
+
+TIME_LIMIT_S = 60.0
 FILE = click.Path(path_type=Path, dir_okay=True)
+TABLE = Path("-")
+COUNT = click.IntRange(min=0)
+
+FLEET = (
+    *("ranks", "slots_per_rank", "nodes", "capacity", "base_load", "dead_ranks", "unusable_slots"),
+    *("dispatch", "max_replicas", "expert_bytes"),
+)
+CONSTRAINTS = ("groups", "soft_groups", "resilient", "pins", "bars")
+GOAL = ("max_imbalance", "max_moves", "max_moves_per_rank", "max_moves_per_layer", "max_layers", "max_move_bytes")
+SEARCH = ("policy", "effort", "work_budget", "time_limit", "seed", "certify")
+IN_FILE = (*FLEET, *CONSTRAINTS, *GOAL, *SEARCH)
+GROUPS = {
+    "From": ("load", "source_load", "current", "from_nothing", "grow", "to", "fleet"),
+    "Fleet": FLEET,
+    "Constraints": CONSTRAINTS,
+    "Goal and limits": GOAL,
+    "Search": SEARCH,
+    "Show and write": ("pareto", "layers", "diff", "sweep_slots", "out", "output"),
+    "Dry run on a planner (without --load)": ("deployment", "planner", "timeout", "tls_ca", "tls_cert", "tls_key"),
+}
+DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
 
 
-@click.command(short_help="Plan from a file, or a dry run on a planner.")
-@click.option("--load", type=FILE, metavar="FILE", help="Expert loads: .npy, .npz or .json, [layers, experts] or [windows, …].")
+@click.command(short_help="Plan from a file, or a dry run on a planner.", cls=GroupedCommand, groups=GROUPS)
+@click.option(
+    "--load", type=FILE, metavar="FILE", help="Expert loads, tokens: .npy, .npz, .json; [layers, experts] or [windows, …]."
+)
+@click.option(
+    "--source-load",
+    type=FILE,
+    metavar="FILE",
+    help="Tokens that each rank sends, [layers, ranks, experts]; for --dispatch nearest.",
+)
+@click.option(
+    "--current", type=FILE, metavar="FILE", help="Placement to start from: a plan, a placement file or .npy [layers, slots]."
+)
+@click.option("--from-nothing", is_flag=True, help="No weights are in place yet: moves cost nothing.")
+@click.option("--grow", is_flag=True, help="--current has fewer ranks or slots than the plan; the new ones start empty.")
+@click.option("--to", type=FILE, metavar="FILE", help="Go to this placement (policy static), within the limits.")
+@click.option(
+    "--fleet",
+    type=FILE,
+    is_eager=True,
+    callback=take_defaults_from(IN_FILE),
+    metavar="FILE",
+    help="TOML file that gives any option of the next four groups by name; flags win over it.",
+)
 @click.option("--ranks", type=int, metavar="R", help="Ranks of the expert-parallel group.")
 @click.option("--slots-per-rank", type=int, metavar="S", help="Slots on each rank; ranks x slots must hold all experts.")
-@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Nodes that the ranks are spread over.")
+@click.option(
+    "--nodes",
+    type=values.nodes,
+    default="1",
+    show_default=True,
+    metavar="N",
+    help="Nodes, in blocks of ranks; or the node of each rank: a,a,b,b.",
+)
+@click.option(
+    "--capacity",
+    type=values.rank_numbers,
+    metavar="LIST",
+    help="Relative speed of ranks: 1,1,0.5,… or 3=0.5,7=0.5 or a file; 1 where not given.",
+)
+@click.option(
+    "--base-load",
+    type=values.rank_numbers,
+    metavar="LIST",
+    help="Work that ranks have anyway, in mean rank loads: 0=0.2 or a list or file.",
+)
+@click.option(
+    "--dead-rank", "dead_ranks", type=int, multiple=True, metavar="RANK", help="Rank that serves nothing now (repeat for more)."
+)
+@click.option(
+    "--unusable-slot",
+    "unusable_slots",
+    type=values.rank_slot,
+    multiple=True,
+    metavar="RANK:SLOT",
+    help="Slot to leave empty (repeat for more).",
+)
+@click.option(
+    "--dispatch",
+    type=click.Choice([item.value for item in Dispatch]),
+    default="even",
+    show_default=True,
+    help="How the engine picks a replica; predictions are under it.",
+)
+@click.option(
+    "--max-replicas",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Most copies of an expert: width of the engine's replica table.",
+)
+@click.option(
+    "--expert-bytes",
+    type=values.size,
+    default="0",
+    metavar="SIZE",
+    help="Weights of one expert of one layer, such as 42MiB: to show and limit bytes.",
+)
 @click.option("--groups", type=int, metavar="G", help="Expert groups, each kept on one node; must divide experts and nodes.")
-@click.option("--current", type=FILE, metavar="FILE", help="Placement to start from: a plan, a placement file or .npy [L, P].")
-@click.option("--policy", help="Policy (default: greedy; on a planner the deployment's).")
-@click.option("--dispatch", type=click.Choice([item.value for item in Dispatch]), default="even", show_default=True)
-@click.option("--max-moves", type=click.IntRange(min=0), metavar="N", help="Most experts to move.")
-@click.option("--expert-bytes", type=click.IntRange(min=0), default=0, metavar="N", help="Bytes of one expert, to show bytes.")
-@click.option("--time-limit", type=click.FloatRange(0.01, 3600), default=TIME_LIMIT_S, show_default=True, help="Seconds, hard.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="For policies that draw numbers.")
-@click.option("--out", type=FILE, metavar="FILE", help="Write the placement (JSON; `--current` reads it back).")
-@click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Without --load: dry run on this planner.")
+@click.option(
+    "--soft-groups",
+    type=click.FloatRange(min=0),
+    metavar="PRICE",
+    help="A replica off its group's node is allowed at this price, in moves.",
+)
+@click.option(
+    "--resilient",
+    type=values.resilience,
+    metavar="SHARE[:node|rank]",
+    help="Hottest experts (all, 20%, 0.2) that must outlive the loss of any one node or rank.",
+)
+@click.option(
+    "--pin",
+    "pins",
+    type=values.expert_on_rank,
+    multiple=True,
+    metavar="EXPERT@RANK[/LAYER]",
+    help="Residency that must be there (repeat for more).",
+)
+@click.option(
+    "--bar",
+    "bars",
+    type=values.expert_on_rank,
+    multiple=True,
+    metavar="EXPERT@RANK[/LAYER]",
+    help="Residency that must not be there (repeat for more).",
+)
+@click.option(
+    "--max-imbalance",
+    type=click.FloatRange(min=1),
+    metavar="X",
+    help="Target: every layer at or under X, with the fewest moves; 1.02 is usual.",
+)
+@click.option("--max-moves", type=COUNT, metavar="N", help="Most experts to move, over all layers.")
+@click.option("--max-moves-per-rank", type=COUNT, metavar="N", help="Most experts that one rank takes in, over all layers.")
+@click.option("--max-moves-per-layer", type=COUNT, metavar="N", help="Most experts to move in one layer.")
+@click.option("--max-layers", type=COUNT, metavar="N", help="Most layers to change.")
+@click.option(
+    "--max-move-bytes", type=values.size, metavar="SIZE", help="Most bytes to move, such as 20GiB; needs --expert-bytes."
+)
+@click.option(
+    "--policy",
+    metavar="NAME",
+    help="Policy (default: minmove; greedy with --from-nothing, static with --to; on a planner the deployment's).",
+)
+@click.option(
+    "--effort",
+    type=click.Choice([item.value for item in Effort]),
+    help="How long to search: about 1, 5 or 30 s for 58 layers x 256 experts.  [default: normal]",
+)
+@click.option(
+    "--work-budget", type=COUNT, metavar="N", help="Instead of --effort: the policy's own units of work, over all layers."
+)
+@click.option(
+    "--time-limit",
+    type=click.FloatRange(0.01, 3600),
+    default=TIME_LIMIT_S,
+    show_default=True,
+    metavar="SECONDS",
+    help="Hard stop; a plan that it cuts says so.",
+)
+@click.option("--seed", type=COUNT, default=0, show_default=True, metavar="N", help="For policies that draw numbers.")
+@click.option("--certify", is_flag=True, help="Spend time on lower bounds too: how far from the best the plan may be.")
+@click.option(
+    "--pareto",
+    is_flag=False,
+    flag_value=TABLE,
+    type=FILE,
+    metavar="[FILE]",
+    help="The front of balance against moves as a table, or as a picture in FILE (.svg, .png).",
+)
+@click.option("--layers", is_flag=True, help="A line for each layer.")
+@click.option("--diff", is_flag=True, help="What comes to and goes from each rank.")
+@click.option(
+    "--sweep-slots",
+    type=values.slot_range,
+    metavar="FROM..TO",
+    help="Instead of --slots-per-rank: what each choice buys and costs.",
+)
+@click.option("--out", type=FILE, metavar="FILE", help="Write the placement (JSON; --current and --to read it back).")
+@click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Planner to ask (environment: EPLB_PLANNER).")
 @tls_options
 @click.option(
-    "--timeout", type=click.FloatRange(0.1, 3600), default=90.0, show_default=True, help="Without --load: seconds to wait."
+    "--timeout", type=click.FloatRange(0.1, 3600), default=90.0, show_default=True, metavar="SECONDS", help="How long to wait."
 )
-@click.option("--deployment", "-d", envvar="EPLB_DEPLOYMENT", metavar="NAME", help="Without --load: deployment to plan for.")
+@click.option(
+    "--deployment",
+    "-d",
+    envvar="EPLB_DEPLOYMENT",
+    metavar="NAME",
+    help="Deployment to plan for (environment: EPLB_DEPLOYMENT).",
+)
 @output_option
 def plan(load: Path | None, output: str, **options: Any) -> None:
     """Plan a placement from a load FILE, offline; without --load, from a deployment's present window on a planner.
@@ -45,85 +224,83 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
     Nothing is published or moved. Equal inputs give equal plans on any machine.
 
     \b
-    Example:  eplb plan --load load.npy --ranks 32 --nodes 4 --slots-per-rank 9
-              eplb plan --load new.npy --ranks 32 --slots-per-rank 9 --current plan.json --out next.json
+    Example:  eplb plan --load load.npy --ranks 32 --nodes 4 --slots-per-rank 9 --max-imbalance 1.02
+              eplb plan --load new.npy --fleet fleet.toml --current plan.json --max-moves 500 --out next.json
+              eplb plan --load new.npy --fleet fleet.toml --current plan.json --pareto front.svg
               eplb plan -d chat-decode --planner planner:7470
     """
+    context = click.get_current_context()
+    names = ("source_load", "current", "fleet", *options)
+    sources = {name: context.get_parameter_source(name) for name in names}
+    from_file = [name for name in names if sources[name] is ParameterSource.DEFAULT_MAP]
     if load is None:
-        context = click.get_current_context()
-        given = [name for name in OFFLINE_ONLY if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE]
-        if given:
-            flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        typed = [name for name in dict.fromkeys(names) if sources[name] is ParameterSource.COMMANDLINE and name not in DRY_RUN]
+        if typed:
+            flags = ", ".join(flag(name) for name in typed)
             raise click.UsageError(f"{flags}: for a plan from a file; give --load FILE too")
         _dry_run(output, **options)
         return
-    missing = [name for name in ("ranks", "slots_per_rank") if options[name] is None]
-    if missing:
-        flags = " and ".join("--" + name.replace("_", "-") for name in missing)
-        raise click.UsageError(f"--load needs {flags}: how large is the fleet that the plan is for?")
-    _offline(load, output, **options)
+    _offline(load, output, checked_together(options, from_file=from_file))
 
 
-def _offline(load: Path, output: str, **options: Any) -> None:
-    from eplb_service.offline.load_file import read_loads  # noqa: PLC0415  (keeps `eplb plan --help` quick)
-    from eplb_service.offline.placement_file import Expectation, read_placement, write_placement  # noqa: PLC0415
+def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
+    from eplb_service.cli import plan_page  # noqa: PLC0415  (keeps `eplb plan --help` quick)
+    from eplb_service.offline.facts import facts_of  # noqa: PLC0415
     from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
-    from eplb_service.topology import Topology  # noqa: PLC0415
+    from eplb_service.offline.plan_document import plan_document  # noqa: PLC0415
 
-    loads = read_loads(load)
-    current: Path | None = options["current"]
-    ranks = Topology.regular(num_ranks=options["ranks"], num_nodes=options["nodes"]).rank_ids
-    _, num_layers, num_logical = loads.shape
-    expected = Expectation(model="model", num_layers=num_layers, num_logical=num_logical, rank_ids=ranks)
-    made = plan_offline(
-        loads,
-        num_ranks=options["ranks"],
-        slots_per_rank=options["slots_per_rank"],
-        num_nodes=options["nodes"],
-        num_groups=options["groups"],
-        policy=options["policy"] or "greedy",
-        current=None if current is None else read_placement(current, expected),
-        dispatch=Dispatch(options["dispatch"]),
-        expert_bytes=options["expert_bytes"],
-        max_moves=options["max_moves"],
-        time_limit_s=options["time_limit"],
-        seed=options["seed"],
-    )
-    if options["out"] is not None:
-        write_placement(options["out"], made.proposal.placement)
-    if output == "json":
-        print_json(made.to_json())
+    if options["pareto"] not in (None, TABLE):
+        check_picture(options["pareto"])
+    loads, source_loads = loads_of(load, options)
+    made = []
+    for slots in options["sweep_slots"] or (options["slots_per_rank"],):
+        problem = problem_of(loads, source_loads, options, slots_per_rank=slots)
+        against = "linear" if options["current"] is None else "current"
+        plan = plan_offline(problem, policy=options["policy"], moves_against=against)
+        made.append((plan, facts_of(problem, plan.proposal)))
+    documents = [plan_document(plan, facts) for plan, facts in made] if output == "json" else []
+    if options["sweep_slots"] is not None:
+        if output == "json":
+            print_json(documents)
+        else:
+            plan_page.show_sweep(made)
         return
-    _show_offline(made, options["out"])
+    plan, facts = made[0]
+    _write(plan, options)
+    if output == "json":
+        print_json(documents[0])
+    else:
+        _show(plan, facts, options)
 
 
-def _show_offline(made: OfflinePlan, out: Path | None) -> None:
-    proposal, table = made.proposal, made.proposal.placement
-    moves = proposal.moves
-    against = "the given placement" if made.moves_against == "current" else "the linear placement that engines start with"
-    rows = [
-        ("before", imbalance_text(proposal.before.mean, proposal.before.worst)),
-        ("planned", imbalance_text(proposal.predicted.mean, proposal.predicted.worst)),
-        ("lower bound", imbalance_text(proposal.lower_bound.mean, proposal.lower_bound.worst)),
-    ]
-    title = (
-        f"{table.num_layers} layers x {table.num_logical} experts in {table.num_physical} slots on {table.num_ranks} ranks,"
-        f" policy {proposal.policy} ({proposal.status}{', cut off by the time limit' if proposal.cut_off else ''})"
-    )
-    print_table(title, ("", "imbalance"), rows)
-    screen = console()
-    volume = f", {bytes_text(moves.move_bytes)}" if moves.move_bytes else ""
-    share = moves.slots_rewritten / (table.num_layers * table.num_physical)
-    screen.print(
-        f"moves {moves.experts} experts{volume}; {moves.slots_rewritten} slots rewritten ({share:.1%}), against {against}"
-    )
-    screen.print(f"solved in {proposal.solve_s:.3f} s; {LEGEND}", style="dim")
-    if out is not None:
-        screen.print(f"placement written to {out}")
+def _write(plan: OfflinePlan, options: dict[str, Any]) -> None:
+    """The files that were asked for."""
+    if options["out"] is not None:
+        from eplb_service.offline.placement_file import write_placement  # noqa: PLC0415
+
+        write_placement(options["out"], plan.proposal.placement)
+    if options["pareto"] not in (None, TABLE):
+        draw_front(options["pareto"], plan.proposal, max_imbalance=plan.problem.max_imbalance)
+
+
+def _show(plan: OfflinePlan, facts: PlanFacts, options: dict[str, Any]) -> None:
+    """The page, and the details that were asked for."""
+    from eplb_service.cli import plan_page  # noqa: PLC0415
+
+    plan_page.show_plan(plan, facts, out=options["out"])
+    if options["pareto"] == TABLE:
+        plan_page.show_front(plan)
+    elif options["pareto"] is not None:
+        console().print(f"picture of the Pareto front written to {options['pareto']}")
+    if options["layers"]:
+        plan_page.show_layers(plan, facts)
+    if options["diff"]:
+        plan_page.show_diff(plan)
 
 
 def _dry_run(output: str, **options: Any) -> None:
     from eplb_service.cli.output import to_plain  # noqa: PLC0415
+    from eplb_service.cli.plan_page import LEGEND  # noqa: PLC0415
     from eplb_service.pb.v1 import admin_pb2  # noqa: PLC0415
 
     with planner_client(options["planner"], timeout_s=options["timeout"], tls=options["tls"]) as client:

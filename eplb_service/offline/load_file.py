@@ -38,10 +38,10 @@ def read_json(path: Path) -> object:
     return parsed
 
 
-def read_array(path: Path) -> npt.NDArray[np.generic]:
+def read_array(path: Path, names_wanted: tuple[str, ...] = LOAD_NAMES) -> npt.NDArray[np.generic]:
     """The array of an `.npy` or `.npz` file; pickled objects are refused, never loaded.
 
-    Of an `.npz`, the only array, else the first that has a name of LOAD_NAMES.
+    Of an `.npz`, the only array, else the first that has one of the names wanted.
     """
     try:
         if path.stat().st_size == 0:
@@ -51,9 +51,9 @@ def read_array(path: Path) -> npt.NDArray[np.generic]:
             return loaded
         with loaded:
             names = list(loaded.files)
-            name = names[0] if len(names) == 1 else next((name for name in LOAD_NAMES if name in names), None)
+            name = names[0] if len(names) == 1 else next((name for name in names_wanted if name in names), None)
             if name is None:
-                raise InvalidInputError(f"{path} holds {len(names)} arrays {names}; name the loads one of {list(LOAD_NAMES)}")
+                raise InvalidInputError(f"{path} holds {len(names)} arrays {names}; name the loads one of {list(names_wanted)}")
             array: npt.NDArray[np.generic] = loaded[name]
             return array
     except (OSError, EOFError) as error:
@@ -129,8 +129,8 @@ def checked_loads(array: npt.NDArray[np.generic], where: str) -> Float64Array:
     return loads
 
 
-def read_loads(path: Path) -> Float64Array:
-    """Loads of a file, shape (W, L, E), float64. Raises InvalidInputError with one sentence on anything that is wrong."""
+def _check_name(path: Path) -> None:
+    """Raises InvalidInputError for what is no file, or none that is read here."""
     if path.is_dir():
         raise InvalidInputError(f"{path} is a folder; give a .npy, .npz or .json file")
     if not path.exists():
@@ -138,4 +138,49 @@ def read_loads(path: Path) -> Float64Array:
     suffix = path.suffix.lower()
     if suffix not in (".npy", ".npz", ".json"):
         raise InvalidInputError(f"{path} ends in {suffix or 'nothing'}; loads are read from .npy, .npz or .json")
-    return checked_loads(_json_loads(path) if suffix == ".json" else read_array(path), str(path))
+
+
+def read_loads(path: Path) -> Float64Array:
+    """Loads of a file, shape (W, L, E), float64. Raises InvalidInputError with one sentence on anything that is wrong."""
+    _check_name(path)
+    return checked_loads(_json_loads(path) if path.suffix.lower() == ".json" else read_array(path), str(path))
+
+
+SOURCE_NAMES = ("source_loads", "sources", *LOAD_NAMES)
+
+
+def read_source_loads(path: Path, *, num_layers: int, num_logical: int, num_ranks: int) -> Float64Array:
+    """Tokens that each rank sent, shape (L, R, E), float64; a file of shape (windows, L, R, E) is summed over its windows.
+
+    Of an `.npz` or JSON object, the entry named one of SOURCE_NAMES. Raises InvalidInputError with one sentence otherwise.
+    """
+    _check_name(path)
+    if path.suffix.lower() == ".json":
+        content = read_json(path)
+        if isinstance(content, dict):
+            name = next((name for name in SOURCE_NAMES if name in content), None)
+            if name is None:
+                raise InvalidInputError(f"{path} has keys {sorted(content)[:8]}; expected source_loads, or a plain nested list")
+            content = content[name]
+        array = as_numbers(content, str(path))
+    else:
+        array = read_array(path, SOURCE_NAMES)
+    expected = (num_layers, num_ranks, num_logical)
+    if array.dtype.kind not in "iuf" or array.shape[-3:] != expected or array.ndim not in (3, 4):
+        axes = {expected[index] for index in (0, 1)}
+        turned = array.ndim == 3 and array.shape == (num_ranks, num_layers, num_logical) and len(axes) == 2
+        raise InvalidInputError(
+            f"{path}: source loads must be numbers of shape (layers, ranks, experts) = {expected}, or of several windows of"
+            f" that; got {array.dtype} of shape {array.shape}{': its first two axes are swapped' if turned else ''}"
+        )
+    sources = np.array(array, np.float64)
+    bad = np.argwhere(~np.isfinite(sources) | (sources < 0))
+    if bad.size:
+        at = tuple(bad[0].tolist())
+        layer, rank, expert = at[-3:]
+        raise InvalidInputError(
+            f"{path}: layer row {layer} rank {rank} expert {expert} is {sources[at]} ({len(bad)} such values);"
+            f" source loads must be finite and >= 0"
+        )
+    total: Float64Array = sources.sum(axis=0) if sources.ndim == 4 else sources
+    return total

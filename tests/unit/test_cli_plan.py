@@ -1,15 +1,22 @@
-"""`eplb plan --load`: what goes in, what comes out, read back."""
+"""`eplb plan --load`: what goes in, what comes out, read back; every option with what it changes or why it is refused."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
+from eplb_service.cli import values
+from eplb_service.cli.grouped import OTHER, GroupedCommand
+from eplb_service.cli.plan import GROUPS
+from eplb_service.cli.plan import plan as plan_command
 from eplb_service.cli.root import run
+from eplb_service.policy.base import ExpertOnRank, FailureDomain, Resilience
 
 
 @pytest.fixture
@@ -20,10 +27,21 @@ def loads(tmp_path: Path) -> Path:
 
 
 def plan(capsys: pytest.CaptureFixture[str], file: Path, *words: str, ranks: int = 4, slots: int = 5) -> Any:
-    assert run(["plan", "--load", str(file), "--ranks", str(ranks), "--slots-per-rank", str(slots), *words]) == 0
+    size = () if "--fleet" in words else ("--ranks", str(ranks))
+    size = size if "--sweep-slots" in words or "--fleet" in words else (*size, "--slots-per-rank", str(slots))
+    policy = () if "--policy" in words or "--to" in words else ("--policy", "greedy")
+    assert run(["plan", "--load", str(file), *size, *policy, *words]) == 0, capsys.readouterr().err
     said = capsys.readouterr()
     assert said.err == ""
     return json.loads(said.out) if "json" in words else said.out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
+    assert run(["plan", *words]) == code
+    said = capsys.readouterr().err
+    assert said.startswith("eplb: ")
+    assert said.count("\n") == 1
+    return said
 
 
 def test_plan_prints_what_is_promised_and_every_expert_has_a_slot(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +49,6 @@ def test_plan_prints_what_is_promised_and_every_expert_has_a_slot(loads: Path, c
     assert np.shape(made["physical_to_logical"]) == (3, 20)
     assert all(set(row) >= set(range(16)) for row in made["physical_to_logical"])
     assert set(made["imbalance"]) == {"mean", "worst", "per_layer"}
-    assert set(made["lower_bound"]) == {"mean", "worst"}
     assert 1.0 <= made["lower_bound"]["worst"] <= made["imbalance"]["worst"] < made["imbalance_before"]["worst"]
     assert made["policy"] == "greedy"
     assert made["solve_s"] >= 0
@@ -42,9 +59,9 @@ def test_plan_that_was_written_is_read_back_and_nothing_moves(
     loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "plan.json"
-    page = plan(capsys, loads, "--out", str(out), "--expert-bytes", "1048576")
+    page = plan(capsys, loads, "--out", str(out), "--expert-bytes", "1MiB")
     assert f"placement written to {out}" in page
-    assert " MiB; " in page
+    assert " MiB" in page
     again = plan(capsys, loads, "--current", str(out), "--output", "json")
     assert again["moves"]["experts"] == 0
     assert again["moves_against"] == "current"
@@ -77,8 +94,221 @@ def test_same_input_gives_the_same_plan(loads: Path, capsys: pytest.CaptureFixtu
 
 
 def test_flags_for_files_are_refused_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--ranks", "4", "--out", "x.json"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "eplb: --ranks, --out: for a plan from a file; give --load FILE too; see `eplb plan --help`\n"
+    assert refusal(capsys, "--ranks", "4", "--pin", "1@2", "--out", "x.json") == (
+        "eplb: --ranks, --pin, --out: for a plan from a file; give --load FILE too; see `eplb plan --help`\n"
     )
+
+
+def test_page_says_target_stop_limits_redundancy_and_tokens(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--nodes", "2", "--expert-bytes", "1 MiB", "--max-imbalance", "1.001", "--max-moves", "3")
+    page = plan(capsys, loads, *words, "--max-move-bytes", "3MiB")
+    assert "target       every layer at or under 1.001: NOT met in " in page
+    assert "stopped      " in page
+    assert "--max-moves " in page
+    assert " of 3; --max-move-bytes " in page
+    assert "redundancy   4 redundant experts a layer; 3.0 MiB a rank over all layers" in page
+    assert "cross nodes, before " in page
+    assert "worst layer: imbalance " in page
+    met = plan(capsys, loads, "--max-imbalance", "5")
+    assert "target       every layer at or under 5: met" in met
+    assert "stopped      target met in every layer" in met
+
+
+def test_layers_and_differences_are_listed_on_request(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan(capsys, loads, "--layers", "--diff", "--max-imbalance", "1.0001")
+    made = plan(capsys, loads, "--output", "json")
+    lines = page.splitlines()
+    header = next(at for at, line in enumerate(lines) if line.startswith("layer  before"))
+    moves = [int(line.split()[4]) for line in lines[header + 1 : header + 4]]
+    assert moves == made["moves"]["per_layer"]
+    header = next(at for at, line in enumerate(lines) if line.startswith("layer  rank  comes"))
+    assert len(lines) > header + 3
+
+
+def test_memory_balance_and_moves_are_told_for_each_number_of_slots(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan(capsys, loads, "--sweep-slots", "4..7", "--expert-bytes", "10", "--max-imbalance", "1.2")
+    rows = [line.split() for line in page.splitlines()[2:6]]
+    assert [row[0] for row in rows] == ["4", "5", "6", "7"]
+    assert [row[1] for row in rows] == ["0", "4", "8", "12"]
+    made = plan(capsys, loads, "--sweep-slots", "4..7", "--output", "json")
+    assert [np.shape(each["physical_to_logical"])[1] for each in made] == [16, 20, 24, 28]
+    assert made[-1]["imbalance"]["worst"] < made[0]["imbalance"]["worst"]
+
+
+def test_fleet_file_gives_any_option_and_flags_win_over_it(
+    loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text(
+        'ranks = 4\nslots-per-rank = 6\nnodes = ["a", "a", "b", "b"]\ncapacity = { 3 = 0.5 }\nbase_load = [0.1, 0, 0, 0]\n'
+        'dead_rank = 2\nunusable_slots = ["0:5"]\nmax_imbalance = 1.3\nexpert_bytes = "2KiB"\nseed = 3\n'
+    )
+    made = plan(capsys, loads, "--fleet", str(fleet), "--seed", "9", "--output", "json")
+    assert made["nodes"] == ["a", "a", "b", "b"]
+    asked = made["asked"]
+    assert (asked["capacity"], asked["base_load"], asked["dead_ranks"]) == ([1.0, 1.0, 1.0, 0.5], [0.1, 0.0, 0.0, 0.0], [2])
+    assert (asked["unusable_slots"], asked["max_imbalance"], asked["seed"]) == (["0:5"], 1.3, 9)
+    assert all(row[5] == -1 and row[12:18] == [-1] * 6 for row in made["physical_to_logical"])
+    swept = plan(capsys, loads, "--fleet", str(fleet), "--sweep-slots", "7..8", "--dead-rank", "1", "--output", "json")
+    assert [each["slots_per_rank"] for each in swept] == [7, 8]
+    assert swept[0]["asked"]["dead_ranks"] == [1]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("rank = 4", ["has 'rank', which is no option of a fleet; did you mean ranks?"]),
+        ("load = 'x'", ["has 'load', which is no option of a fleet"]),
+        ("ranks = [", ["is no valid TOML"]),
+        ("ranks = 'four'", ["--ranks", "'four' is not a valid integer"]),
+        ("pins = ['a']", ["--pin", "'a' is not EXPERT@RANK"]),
+        ("capacity = { x = 1 }", ["--capacity", "no list of numbers"]),
+    ],
+)
+def test_faults_of_a_fleet_file_are_named(
+    content: str, words: list[str], loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "fleet.toml").write_text(content)
+    said = refusal(capsys, "--load", str(loads), "--fleet", str(tmp_path / "fleet.toml"))
+    for word in words:
+        assert word in said
+
+
+def test_missing_fleet_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot read none.toml: No such file" in refusal(capsys, "--load", "x.npy", "--fleet", "none.toml")
+
+
+FLEET = ("--ranks", "4", "--slots-per-rank", "5")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--soft-groups", "1"), "--soft-groups needs --groups"),
+        (("--grow",), "--grow needs --current"),
+        (("--max-move-bytes", "1GiB"), "--max-move-bytes needs --expert-bytes"),
+        (("--from-nothing", "--current", "a.json"), "--from-nothing and --current contradict one another"),
+        (("--from-nothing", "--max-moves", "3"), "--from-nothing and --max-moves contradict one another"),
+        (("--effort", "quick", "--work-budget", "3"), "--effort and --work-budget contradict one another"),
+        (("--sweep-slots", "5..6"), "--sweep-slots and --slots-per-rank contradict one another"),
+        (("--to", "a.json", "--policy", "greedy"), "--to is for policy static; greedy goes where its search leads"),
+        (("--policy", "static"), "--policy static needs --to FILE"),
+        (("--source-load", "a.npy"), "give --dispatch nearest too"),
+        (("--pin", "16@1"), "--pin names expert 16, but experts run from 0 to 15"),
+        (("--bar", "1@4"), "--bar names rank 4, but ranks run from 0 to 3"),
+        (("--pin", "1@2", "--bar", "1@2"), "expert 1 is pinned to rank 2 and barred from it"),
+        (("--unusable-slot", "1:5"), "--unusable-slot names 1:5, but ranks run from 0 to 3 and slots from 0 to 4"),
+        (("--resilient", "all"), "--resilient wants copies on two nodes, but only one node serves"),
+        (("--resilient", "10%:rank", *(f"--dead-rank={rank}" for rank in range(3))), "only one rank serves"),
+        (("--capacity", "1,1"), "2 capacities for 4 ranks: give one a rank, or RANK=VALUE"),
+        (("--base-load", "7=1"), "base loads name rank 7, but ranks run from 0 to 3"),
+        (("--capacity", "0=0"), "capacities must be finite and > 0"),
+        (("--max-imbalance", "0.9"), "0.9 is not in the range x>=1"),
+        (("--pareto", "front.gif"), "front.gif ends in .gif; pictures are written as .svg, .png, .pdf"),
+        (("--pareto", "none/front.svg"), "there is no folder none for the picture front.svg"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_early(
+    words: tuple[str, ...], said: str, loads: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, "--load", str(loads), *FLEET, *words)
+
+
+def test_pictures_without_the_chart_library_say_what_to_install(
+    loads: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    said = refusal(capsys, "--load", str(loads), *FLEET, "--pareto", "front.svg", code=3)
+    assert "install eplb-service[charts], or give --pareto without a file for the table" in said
+
+
+def test_current_placement_of_a_smaller_fleet_is_grown_only_when_asked(
+    loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = tmp_path / "small.json"
+    plan(capsys, loads, "--out", str(small))
+    said = refusal(capsys, "--load", str(loads), "--ranks", "6", "--slots-per-rank", "5", "--current", str(small))
+    assert "has rank_ids [0, 1, 2, 3], expected [0, 1, 2, 3, 4, 5]" in said
+    grown = plan(capsys, loads, "--current", str(small), "--grow", "--max-moves", "0", "--output", "json", ranks=6)
+    held = json.loads(small.read_text())["physical_to_logical"]
+    assert [row[:20] for row in grown["physical_to_logical"]] == held
+    assert all(slot == -1 for row in grown["physical_to_logical"] for slot in row[20:])
+    np.save(tmp_path / "small.npy", np.array(held))
+    again = plan(
+        capsys, loads, "--current", str(tmp_path / "small.npy"), "--grow", "--max-moves", "0", "--output", "json", ranks=6
+    )
+    assert again["physical_to_logical"] == grown["physical_to_logical"]
+
+
+def test_every_option_of_the_help_is_in_a_group() -> None:
+    assert isinstance(plan_command, GroupedCommand)
+    context = click.Context(plan_command, info_name="plan")
+    grouped = plan_command.grouped(context)
+    assert ["--help" in parameter.opts for parameter in grouped[OTHER]] == [True]
+    names = [name for group in GROUPS.values() for name in group]
+    assert len(set(names)) == len(names)
+    assert set(names) == {parameter.name for parameter in plan_command.params}
+    text = plan_command.get_help(context)
+    assert [text.index(f"\n{heading}:") for heading in GROUPS] == sorted(text.index(f"\n{heading}:") for heading in GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "value"),
+    [
+        (values.size, "2GiB", 2 << 30),
+        (values.size, "1.5 MB", 1_500_000),
+        (values.size, 44040192, 44040192),
+        (values.size, "7b", 7),
+        (values.expert_on_rank, "12@3", ExpertOnRank(12, 3)),
+        (values.expert_on_rank, " 12 @ 3 / 5", ExpertOnRank(12, 3, 5)),
+        (values.rank_slot, "3:8", (3, 8)),
+        (values.rank_numbers, "1,0.5", values.RankNumbers(listed=(1.0, 0.5))),
+        (values.rank_numbers, "7=0.5, 3=2", values.RankNumbers(by_rank=((3, 2.0), (7, 0.5)))),
+        (values.rank_numbers, {"3": 2}, values.RankNumbers(by_rank=((3, 2.0),))),
+        (values.rank_numbers, [1, 2], values.RankNumbers(listed=(1.0, 2.0))),
+        (values.resilience, "all", Resilience()),
+        (values.resilience, "20%:rank", Resilience(hot_share=0.2, domain=FailureDomain.RANK)),
+        (values.resilience, 0.5, Resilience(hot_share=0.5)),
+        (values.slot_range, "8..12", range(8, 13)),
+        (values.nodes, "4", 4),
+        (values.nodes, ["a", "b"], ("a", "b")),
+        (values.nodes, "a,a,b", ("a", "a", "b")),
+    ],
+)
+def test_values_are_read_from_flags_and_from_toml(read: Callable[[object], object], text: object, value: object) -> None:
+    assert read(text) == value
+
+
+@pytest.mark.parametrize(
+    ("read", "text", "said"),
+    [
+        (values.size, "2 gallons", "'2 gallons' is no size"),
+        (values.size, "-1", "is no size"),
+        (values.size, "3i", "is no size"),
+        (values.expert_on_rank, "12", "is not EXPERT@RANK"),
+        (values.rank_slot, "3", "is not RANK:SLOT"),
+        (values.rank_numbers, "1,x", "is no list of numbers"),
+        (values.rank_numbers, "1=2,1=3", "names rank 1 twice"),
+        (values.rank_numbers, "none.json", "there is no file none.json"),
+        (values.resilience, "2", "must be above 0 and at most 1; got 2"),
+        (values.resilience, "half", "is no share"),
+        (values.resilience, "all:rack", "'rack' is nothing that may be lost; it is one of rank, node"),
+        (values.slot_range, "12..8", "is no range"),
+        (values.slot_range, "1..1000", "at most 64 are tried"),
+        (values.nodes, "a,,b", "leaves a rank without a node"),
+    ],
+)
+def test_values_that_cannot_be_read_say_what_is_wanted(read: Callable[[object], object], text: str, said: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        read(text)
+    assert said in str(caught.value)
+
+
+def test_numbers_for_ranks_are_read_from_files(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.array([1, 2]))
+    (tmp_path / "a.json").write_text("[0.5, 1]")
+    assert values.rank_numbers(str(tmp_path / "a.npy")) == values.RankNumbers(listed=(1.0, 2.0))
+    assert values.rank_numbers(str(tmp_path / "a.json")).for_ranks(2, 1.0, "capacities") == (0.5, 1.0)
+    (tmp_path / "b.json").write_text("[[0.5, 1]]")
+    with pytest.raises(click.BadParameter, match=r"one number for each rank; it has shape \(1, 2\)"):
+        values.rank_numbers(str(tmp_path / "b.json"))

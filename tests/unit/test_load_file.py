@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.offline.load_file import read_loads
+from eplb_service.offline.load_file import Float64Array, read_loads, read_source_loads
 
 MATRIX = [[1.0, 2.5, 0.0], [4.0, 5.0, 6.0]]
 
@@ -99,3 +99,46 @@ def test_files_that_cannot_be_opened_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b"\xff\xfe[[1]]")
     with pytest.raises(InvalidInputError, match="cannot read"):
         read_loads(tmp_path / "latin.json")
+
+
+SOURCES = np.random.default_rng(5).gamma(0.5, 100, (2, 4, 3))
+
+
+def sources_of(path: Path) -> Float64Array:
+    return read_source_loads(path, num_layers=2, num_logical=3, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "times"),
+    [
+        ("a.npy", SOURCES, 1),
+        ("a.npy", np.stack([SOURCES, SOURCES]), 2),
+        ("a.npz", {"loads": np.zeros((2, 3)), "source_loads": SOURCES}, 1),
+        ("a.json", SOURCES.tolist(), 1),
+        ("a.json", {"loads": 1, "source_loads": [SOURCES.tolist()] * 3}, 3),
+    ],
+)
+def test_source_loads_are_read_as_layers_ranks_experts(tmp_path: Path, name: str, content: Any, times: int) -> None:
+    np.testing.assert_allclose(sources_of(saved(tmp_path / name, content)), SOURCES * times)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.npy",
+            SOURCES.transpose(1, 0, 2),
+            r"= \(2, 4, 3\).* got float64 of shape \(4, 2, 3\): its first two axes are swapped",
+        ),
+        ("a.npy", SOURCES[:, :3], r"got float64 of shape \(2, 3, 3\)$"),
+        ("a.npy", SOURCES[0], r"shape \(4, 3\)"),
+        ("a.npy", -SOURCES, r"layer row 0 rank 0 expert 0 is -.*\(24 such values\)"),
+        ("a.json", {"load": 1, "what": 2}, "expected numbers|source loads must be"),
+        ("a.json", {"what": 2}, r"has keys \['what'\]; expected source_loads"),
+        ("a.csv", "1", "ends in .csv"),
+    ],
+)
+def test_bad_source_loads_end_in_one_clear_sentence(tmp_path: Path, name: str, content: Any, message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message) as caught:
+        sources_of(saved(tmp_path / name, content))
+    assert "\n" not in str(caught.value)

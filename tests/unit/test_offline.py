@@ -11,68 +11,95 @@ import pytest
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedError
 from eplb_service.ids import RankId
+from eplb_service.offline.facts import facts_of, off_node_replicas, why_it_stopped
 from eplb_service.offline.placement_file import Expectation, read_placement
-from eplb_service.offline.plan import plan_offline
+from eplb_service.offline.plan import OfflinePlan, default_policy, fleet_topology, grown_table, plan_offline, starting_table
+from eplb_service.offline.plan_document import plan_document
 from eplb_service.placement import Table
-from eplb_service.policy.base import PlanningProblem, RawPlan
+from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, RawPlan, Resilience
+from eplb_service.topology import Topology
 
 LOADS = np.random.default_rng(2).gamma(0.5, 100, (3, 4, 10))
 
 
+def problem_for(
+    loads: npt.NDArray[np.float64] = LOADS,
+    *,
+    num_ranks: int = 4,
+    slots_per_rank: int = 3,
+    nodes: int | tuple[str, ...] = 1,
+    current: Table | None = None,
+    expert_bytes: int = 0,
+    **asked: Any,
+) -> PlanningProblem:
+    topology = fleet_topology(num_ranks=num_ranks, nodes=nodes)
+    _, num_layers, num_logical = loads.shape
+    table = starting_table(
+        num_layers=num_layers, num_logical=num_logical, topology=topology, slots_per_rank=slots_per_rank, current=current
+    )
+    return PlanningProblem(
+        loads=loads, topology=topology, current=table, expert_bytes=(expert_bytes,) * num_layers, time_limit_s=60.0, **asked
+    )
+
+
+def planned(**asked: Any) -> OfflinePlan:
+    return plan_offline(problem_for(**asked), policy="greedy")
+
+
 def test_output_has_the_documented_keys_and_plain_values() -> None:
-    plan = plan_offline(LOADS, num_ranks=4, num_nodes=2, slots_per_rank=3, expert_bytes=100)
-    output: Any = json.loads(json.dumps(plan.to_json()))
+    plan = planned(nodes=2, expert_bytes=100)
+    output: Any = json.loads(json.dumps(plan_document(plan)))
     rows: npt.NDArray[np.int64] = np.array(output["physical_to_logical"])
     assert rows.shape == (4, 12)
-    assert set(output["imbalance"]) == {"mean", "worst", "per_layer"}
+    for key in ("imbalance", "imbalance_before", "lower_bound"):
+        assert set(output[key]) == {"mean", "worst", "per_layer"}
     assert output["imbalance"]["mean"] == pytest.approx(np.mean(output["imbalance"]["per_layer"]))
     assert 1 <= output["lower_bound"]["worst"] <= output["imbalance"]["worst"] <= output["imbalance_before"]["worst"]
     assert output["moves"]["experts"] * 100 == output["moves"]["move_bytes"]
-    assert (output["policy"], output["moves_against"], output["dispatch"]) == ("greedy", "linear", "even")
+    assert sum(output["moves"]["per_layer"]) == sum(output["moves"]["per_rank"]) == output["moves"]["experts"]
+    assert (output["policy"], output["moves_against"], output["dispatch"]) == ("greedy", "current", "even")
+    assert (output["target"], output["limits"], output["resilience_cost"], output["front"]) == (None, [], None, [])
+    assert output["redundancy"] == {"experts_per_layer": 2, "bytes_per_rank": 4 * 2 * 100 // 4}
+    assert sum(output["tokens_by_link"]["planned"].values()) == pytest.approx(LOADS.sum())
     assert output["solve_s"] > 0
 
 
 def test_output_is_read_back_as_the_current_placement_and_then_nothing_moves_vllm_24069(tmp_path: Path) -> None:
-    first = plan_offline(LOADS, num_ranks=4, slots_per_rank=3)
-    (tmp_path / "plan.json").write_text(json.dumps(first.to_json()))
+    (tmp_path / "plan.json").write_text(json.dumps(plan_document(planned())))
     expected = Expectation(model="x", num_layers=4, num_logical=10, rank_ids=tuple(RankId(rank) for rank in range(4)))
-    current = read_placement(tmp_path / "plan.json", expected)
-    again = plan_offline(LOADS, num_ranks=4, slots_per_rank=3, current=current)
-    assert again.moves_against == "current"
+    again = planned(current=read_placement(tmp_path / "plan.json", expected))
     assert again.proposal.moves.experts == again.proposal.moves.slots_rewritten == 0
 
 
 def test_absolute_layer_ids_of_the_current_placement_are_kept() -> None:
     current = Table.linear(model="v3", layer_ids=(3, 4, 5, 61), num_logical=10, rank_ids=range(4), slots_per_rank=3)
-    plan = plan_offline(LOADS, num_ranks=4, slots_per_rank=3, current=current)
+    plan = planned(current=current)
     assert plan.proposal.placement.layer_ids == (3, 4, 5, 61)
     assert plan.proposal.placement.model == "v3"
 
 
 def test_dispatch_of_the_engine_is_what_is_predicted() -> None:
-    even = plan_offline(LOADS, num_ranks=4, num_nodes=2, slots_per_rank=4)
-    nearest = plan_offline(LOADS, num_ranks=4, num_nodes=2, slots_per_rank=4, dispatch=Dispatch.NEAREST)
+    even = planned(nodes=2, slots_per_rank=4)
+    nearest = planned(nodes=2, slots_per_rank=4, dispatch=Dispatch.NEAREST)
     assert even.proposal.predicted != nearest.proposal.predicted
-    assert nearest.proposal.lower_bound.worst == 1.0
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("asked", "error", "message"),
     [
-        (
-            {"slots_per_rank": 2},
-            InvalidInputError,
-            "10 experts do not fit 4 ranks x 2 slots = 8; use at least 3 slots per rank",
-        ),
+        ({"slots_per_rank": 2}, InvalidInputError, "do not fit 4 ranks x 2 slots = 8; use at least 3 slots per rank"),
         ({"slots_per_rank": 0}, InvalidInputError, "at least 1; got 0"),
         ({"num_ranks": 0}, InvalidInputError, "at least 1; got ranks=0"),
-        ({"num_nodes": 5}, InvalidInputError, "5 nodes for 4 ranks"),
-        ({"num_groups": 3}, InvalidInputError, "10 experts do not divide into 3 groups"),
-        ({"num_groups": 5, "num_nodes": 2}, InvalidInputError, "5 expert groups do not divide over 2 nodes"),
-        ({"policy": "nope"}, NotFoundError, "known policies: "),
-        ({"loads": LOADS[0]}, InvalidInputError, r"got \(4, 10\)"),
+        ({"nodes": 5}, InvalidInputError, "5 nodes for 4 ranks"),
+        ({"nodes": ("a", "b")}, InvalidInputError, "4 ranks but 2 node names"),
+        ({"constraints": Constraints(num_groups=3)}, InvalidInputError, "10 experts do not divide into 3 groups"),
+        (
+            {"constraints": Constraints(num_groups=5), "nodes": 2},
+            InvalidInputError,
+            "5 expert groups do not divide over 2 nodes",
+        ),
         ({"loads": LOADS * np.nan}, InvalidInputError, "finite"),
-        ({"max_moves": -1}, InvalidInputError, "at least 0; got -1"),
+        ({"constraints": Constraints(max_moves=-1)}, InvalidInputError, "at least 0; got -1"),
         (
             {"current": Table.linear(model="m", layer_ids=(0,), num_logical=10, rank_ids=range(4), slots_per_rank=3)},
             InvalidInputError,
@@ -81,12 +108,15 @@ def test_dispatch_of_the_engine_is_what_is_predicted() -> None:
     ],
 )
 def test_what_does_not_go_together_is_refused_by_its_numbers(
-    changes: dict[str, Any], error: type[Exception], message: str
+    asked: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    arguments: dict[str, Any] = {"loads": LOADS, "num_ranks": 4, "slots_per_rank": 3, **changes}
-    loads = arguments.pop("loads")
     with pytest.raises(error, match=message):
-        plan_offline(loads, **arguments)
+        planned(**asked)
+
+
+def test_unknown_policy_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(NotFoundError, match="known policies: "):
+        plan_offline(problem_for(), policy="nope")
 
 
 def test_policy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,9 +126,88 @@ def test_policy_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("eplb_service.offline.plan.load_policy", lambda _: Raises())
     with pytest.raises(PolicyFailedError, match="policy 'plug-in' raised ZeroDivisionError: 2 layers"):
-        plan_offline(LOADS, num_ranks=4, slots_per_rank=3, policy="plug-in")
+        plan_offline(problem_for(), policy="plug-in")
 
 
 def test_experts_that_ranks_do_not_divide_are_planned_vllm_52435() -> None:
-    plan = plan_offline(LOADS, num_ranks=3, slots_per_rank=4)
-    assert not plan.proposal.placement.uncovered()
+    assert not planned(num_ranks=3, slots_per_rank=4).proposal.placement.uncovered()
+
+
+def test_policy_that_is_used_when_none_is_named() -> None:
+    problem = problem_for()
+    assert default_policy(problem) in ("minmove", "greedy")
+    assert default_policy(problem_for(from_nothing=True)) == "greedy"
+    assert default_policy(problem_for(wanted=problem.current)) == "static"
+
+
+def test_grown_placement_keeps_every_expert_where_it_is_and_new_slots_are_empty() -> None:
+    small = Table.linear(model="m", layer_ids=(0, 1), num_logical=4, rank_ids=(0, 1), slots_per_rank=2)
+    grown = grown_table(small, rank_ids=tuple(RankId(rank) for rank in (2, 0, 1)), slots_per_rank=3)
+    assert grown.by_rank()[0].tolist() == [[-1, -1, -1], [0, 1, -1], [2, 3, -1]]
+    with pytest.raises(InvalidInputError, match="3 slots a rank and the plan 2"):
+        grown_table(grown, rank_ids=grown.rank_ids, slots_per_rank=2)
+    with pytest.raises(InvalidInputError, match="has rank 2, which the plan lacks"):
+        grown_table(grown, rank_ids=small.rank_ids, slots_per_rank=3)
+
+
+def test_target_limits_and_what_stopped_are_told() -> None:
+    met = planned(slots_per_rank=6, max_imbalance=1.5)
+    facts = facts_of(met.problem, met.proposal)
+    assert facts.layers_over == ()
+    assert why_it_stopped(met.problem, met.proposal, facts).code == "target_met"
+    tight = planned(max_imbalance=1.0, constraints=Constraints(max_moves=0))
+    facts = facts_of(tight.problem, tight.proposal)
+    assert facts.layers_over == (0, 1, 2, 3)
+    assert [(limit.name, limit.used, limit.most) for limit in facts.reached] == [("max_moves", 0, 0)]
+    stop = why_it_stopped(tight.problem, tight.proposal, facts)
+    assert (stop.code, stop.reason) == ("limit", "limited by --max-moves 0")
+
+
+def test_limits_name_the_rank_and_the_layer_that_used_most() -> None:
+    plan = planned(constraints=Constraints(max_moves=1000, max_layers=4, max_move_bytes=10**9), expert_bytes=7)
+    facts = facts_of(plan.problem, plan.proposal)
+    used = {limit.name: limit.used for limit in facts.limits}
+    assert used == {
+        "max_moves": plan.proposal.moves.experts,
+        "max_layers": plan.proposal.moves.layers,
+        "max_move_bytes": plan.proposal.moves.experts * 7,
+    }
+    assert [limit.name for limit in facts.reached] == (["max_layers"] if plan.proposal.moves.layers == 4 else [])
+
+
+def test_cost_of_resilience_is_against_the_same_plan_without_it() -> None:
+    plan = planned(nodes=2, slots_per_rank=5, constraints=Constraints(resilience=Resilience()))
+    assert plan.unprotected is not None
+    cost: Any = plan_document(plan)["resilience_cost"]
+    assert cost["moves"] == plan.proposal.moves.experts - plan.unprotected.moves.experts
+    assert cost["imbalance_worst"] == pytest.approx(plan.proposal.predicted.worst - plan.unprotected.predicted.worst)
+
+
+def brute_off_node(row: list[int], node_of_slot: list[int], groups: int, size: int) -> int:
+    """Every way to give two nodes as many groups each."""
+    import itertools
+
+    return min(
+        sum(expert >= 0 and (expert // size in first) != (node == 0) for expert, node in zip(row, node_of_slot, strict=True))
+        for first in itertools.combinations(range(groups), groups // 2)
+    )
+
+
+def test_replicas_off_their_groups_node_are_counted_for_the_best_choice_of_nodes() -> None:
+    random = np.random.default_rng(3)
+    topology = Topology.regular(num_ranks=4, num_nodes=2)
+    node_of_slot = [0] * 6 + [1] * 6
+    for _ in range(50):
+        row = random.permutation(np.concatenate([np.arange(8), random.integers(-1, 8, 4)]))
+        table = Table("m", (0,), 8, topology.rank_ids, row[None].astype(np.int32))
+        assert off_node_replicas(table, topology, 4) == (brute_off_node(row.tolist(), node_of_slot, 4, 2),)
+    linear = Table.linear(model="m", layer_ids=(0,), num_logical=8, rank_ids=topology.rank_ids, slots_per_rank=3)
+    assert off_node_replicas(linear, topology, 3) == ()
+
+
+def test_what_was_asked_stands_in_the_document() -> None:
+    pins = frozenset({ExpertOnRank(3, 1), ExpertOnRank(2, 0, 3)})
+    problem = problem_for(constraints=Constraints(pinned=pins, unusable_slots=frozenset({(3, 2)})), seed=4)
+    asked: Any = plan_document(plan_offline(problem, policy="greedy"))["asked"]
+    assert asked["pins"] == ["2@0/3", "3@1"]
+    assert (asked["unusable_slots"], asked["seed"], asked["source_loads"]) == (["3:2"], 4, "uniform")

@@ -1,0 +1,216 @@
+"""What `eplb plan` prints for people: the answer first, then what it costs, what limited it, and details on request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eplb_service.cli.output import bytes_text, console, print_fact, print_table
+from eplb_service.cli.plan_request import flag
+from eplb_service.moves import residencies
+from eplb_service.offline.facts import PlanFacts, why_it_stopped
+from eplb_service.offline.plan import OfflinePlan
+from eplb_service.policy.base import PlanningProblem, Proposal
+from eplb_service.topology import LinkKind
+
+LEGEND = "imbalance is max rank load / mean rank load; mean over layers / worst layer; 1 is perfect"
+FACT_WIDTH = 11
+LAYERS_NAMED = 8
+
+
+def both(mean: float, worst: float) -> str:
+    """Mean over layers and worst layer, to a hundredth of a percent: targets are that fine."""
+    return f"{mean:.4f} / {worst:.4f}"
+
+
+def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
+    """The plan as a page."""
+    proposal, problem, table = plan.proposal, plan.problem, plan.proposal.placement
+    nodes = f" of {problem.topology.num_nodes} nodes" if problem.topology.num_nodes > 1 else ""
+    title = (
+        f"{table.num_layers} layers x {table.num_logical} experts in {table.num_physical} slots on {table.num_ranks} ranks"
+        f"{nodes}, policy {proposal.policy} ({proposal.status}{', cut off by the time limit' if proposal.cut_off else ''})"
+    )
+    rows = [
+        ("before", both(proposal.before.mean, proposal.before.worst)),
+        ("planned", both(proposal.predicted.mean, proposal.predicted.worst)),
+        ("lower bound", both(proposal.lower_bound.mean, proposal.lower_bound.worst)),
+    ]
+    print_table(title, ("", "imbalance"), rows)
+    screen = console()
+    screen.print(summary(proposal))
+    for label, text in facts_shown(plan, facts):
+        print_fact(label, text, width=FACT_WIDTH)
+    dispatch = f" under {problem.dispatch.value} dispatch" if problem.dispatch != "even" else ""
+    screen.print(f"solved in {proposal.solve_s:.3f} s; {LEGEND}{dispatch}", style="dim")
+    if out is not None:
+        screen.print(f"placement written to {out}")
+
+
+def summary(proposal: Proposal) -> str:
+    """The plan in one line: `imbalance 1.0080, bound 1.0000, moves 31, bound >= 24`. Imbalances are of the worst layer."""
+    worst = proposal.predicted.per_layer.index(proposal.predicted.worst)
+    bound = proposal.lower_bound.per_layer[worst]
+    least = "" if proposal.moves_lower_bound is None else f", bound >= {proposal.moves_lower_bound:,}"
+    return f"worst layer: imbalance {proposal.predicted.worst:.4f}, bound {bound:.4f}; moves {proposal.moves.experts:,}{least}"
+
+
+def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
+    """Label and sentence of every fact that this plan has."""
+    problem, proposal = plan.problem, plan.proposal
+    stop = why_it_stopped(problem, proposal, facts)
+    shown = [("moves", _moves(plan))]
+    if facts.layers_over is not None:
+        shown.append(("target", _target(problem, proposal, facts)))
+    shown.append(("stopped", stop.reason))
+    if facts.limits:
+        shown.append(("limits", "; ".join(_limit(limit.name, limit.used, limit.most, limit.where) for limit in facts.limits)))
+    if facts.redundant_experts > 0:
+        memory = (
+            f"; {bytes_text(facts.redundant_bytes_per_rank)} a rank over all layers" if facts.redundant_bytes_per_rank else ""
+        )
+        shown.append(("redundancy", f"{facts.redundant_experts} redundant experts a layer{memory}"))
+    if facts.off_node:
+        shown.append(
+            (
+                "off node",
+                _off_node(facts, problem.constraints.group_price or 0.0),
+            )
+        )
+    if facts.hops is not None:
+        before, after = facts.hops
+        shown.append(("tokens", f"{after.cross_node_share:.1%} cross nodes, before {before.cross_node_share:.1%}"))
+    if plan.unprotected is not None and problem.constraints.resilience is not None:
+        shown.append(("resilience", _resilience(plan)))
+    return shown
+
+
+def _off_node(facts: PlanFacts, price: float) -> str:
+    return (
+        f"{sum(facts.off_node):,} replicas off their group's node, {np.mean(facts.off_node):.2f} a layer"
+        f" (most {max(facts.off_node)}), at a price of {price:g} moves each"
+    )
+
+
+def _moves(plan: OfflinePlan) -> str:
+    problem, moves, table = plan.problem, plan.proposal.moves, plan.proposal.placement
+    against = "the given placement" if plan.moves_against == "current" else "the linear placement that engines start with"
+    share = moves.slots_rewritten / (table.num_layers * table.num_physical)
+    text = f"{moves.experts:,} experts in {moves.layers} layers"
+    if moves.move_bytes:
+        links = [
+            f"{bytes_text(size)} {where}"
+            for size, where in (
+                (moves.bytes_by_link[LinkKind.SAME_NODE], "within nodes"),
+                (moves.bytes_by_link[LinkKind.CROSS_NODE], "across"),
+                (moves.bytes_without_source, "from host or checkpoint"),
+            )
+            if size
+        ]
+        text += f", {bytes_text(moves.move_bytes)}"
+        text += f" ({', '.join(links)})" if problem.topology.num_nodes > 1 or moves.bytes_without_source else ""
+        text += f", at most {bytes_text(moves.bytes_into_busiest_rank)} into one rank"
+    return f"{text}; {moves.slots_rewritten:,} slots rewritten ({share:.1%}), against {against}"
+
+
+def _target(problem: PlanningProblem, proposal: Proposal, facts: PlanFacts) -> str:
+    over = facts.layers_over or ()
+    target = f"every layer at or under {problem.max_imbalance:g}"
+    if not over:
+        return f"{target}: met"
+    named = ", ".join(str(layer) for layer in over[:LAYERS_NAMED]) + (", …" if len(over) > LAYERS_NAMED else "")
+    unreachable = sum(bound > (problem.max_imbalance or 0) * (1 + 1e-9) for bound in proposal.lower_bound.per_layer)
+    beyond = f"; for {unreachable} of them no placement in these slots is under it" if unreachable else ""
+    return f"{target}: NOT met in {len(over)} of {len(proposal.predicted.per_layer)} layers ({named}){beyond}"
+
+
+def _limit(name: str, used: int, most: int, where: str) -> str:
+    amounts = f"{bytes_text(used)} of {bytes_text(most)}" if name.endswith("bytes") else f"{used:,} of {most:,}"
+    return f"{flag(name)} {amounts}{f' ({where})' if where else ''}{', REACHED' if used >= most else ''}"
+
+
+def _resilience(plan: OfflinePlan) -> str:
+    with_it, without, asked = plan.proposal, plan.unprotected, plan.problem.constraints.resilience
+    if without is None or asked is None:
+        return ""
+    share = "every expert" if asked.hot_share == 1.0 else f"the hottest {asked.hot_share:.0%} of experts"
+    return (
+        f"{share} on two {asked.domain.value}s; it costs {with_it.moves.experts - without.moves.experts:+,} moves and"
+        f" {with_it.predicted.worst - without.predicted.worst:+.4f} imbalance of the worst layer"
+        f" (without: {without.moves.experts:,} and {without.predicted.worst:.4f})"
+    )
+
+
+def show_layers(plan: OfflinePlan, facts: PlanFacts) -> None:
+    """One line for each layer."""
+    proposal = plan.proposal
+    copies = proposal.placement.replica_counts.max(axis=1)
+    over = set(facts.layers_over or ())
+    rows = []
+    for index, layer in enumerate(proposal.placement.layer_ids):
+        row: list[object] = [layer, f"{proposal.before.per_layer[index]:.4f}", f"{proposal.predicted.per_layer[index]:.4f}"]
+        row += [f"{proposal.lower_bound.per_layer[index]:.4f}", facts.moves_per_layer[index], int(copies[index])]
+        row += [facts.off_node[index]] if facts.off_node else []
+        rows.append([*row, "over the target" if layer in over else ""])
+    columns = ["layer", "before", "planned", "bound", "moves", "most copies", *(["off node"] if facts.off_node else []), ""]
+    print_table("", columns, rows, right=columns[:-1])
+
+
+def show_diff(plan: OfflinePlan) -> None:
+    """What comes to and goes from each rank of each layer that changes."""
+    before, after = plan.problem.current, plan.proposal.placement
+    shape = {"num_ranks": before.num_ranks, "num_logical": before.num_logical}
+    rows: list[Sequence[object]] = []
+    for index, layer in enumerate(after.layer_ids):
+        old = residencies(before.physical_to_logical[index], **shape)
+        new = residencies(after.physical_to_logical[index], **shape)
+        first = True
+        for position in np.flatnonzero((old != new).any(axis=1)).tolist():
+            comes, goes = np.flatnonzero(new[position] & ~old[position]), np.flatnonzero(old[position] & ~new[position])
+            lists = [" ".join(str(expert) for expert in experts.tolist()) for experts in (comes, goes)]
+            rows.append((layer if first else "", after.rank_ids[position], *lists))
+            first = False
+    print_table("", ("layer", "rank", "comes", "goes"), rows, right=("layer", "rank"))
+
+
+def show_front(plan: OfflinePlan) -> None:
+    """The Pareto front as a table."""
+    proposal = plan.proposal
+    screen = console()
+    if not proposal.front:
+        screen.print(f"policy {proposal.policy} gives no Pareto front")
+        return
+    has_bytes = any(point.moves.move_bytes for point in proposal.front)
+    rows = []
+    for point in proposal.front:
+        same = point.placement == proposal.placement
+        mark = "the plan" if same else "as it is" if not point.moves.slots_rewritten else ""
+        row: list[object] = [f"{point.moves.experts:,}", f"{point.predicted.mean:.4f}", f"{point.predicted.worst:.4f}"]
+        rows.append([*row, *([bytes_text(point.moves.move_bytes)] if has_bytes else []), mark])
+    columns = ["moves", "mean over layers", "worst layer", *(["bytes"] if has_bytes else []), ""]
+    print_table("Pareto front: less imbalance only for more moves", columns, rows, right=columns[:-1])
+
+
+def show_sweep(choices: Sequence[tuple[OfflinePlan, PlanFacts]]) -> None:
+    """What each choice of slots per rank would bring and cost."""
+    rows = []
+    for plan, facts in choices:
+        proposal = plan.proposal
+        memory = bytes_text(facts.redundant_bytes_per_rank) if facts.redundant_bytes_per_rank else "-"
+        over = "" if facts.layers_over is None else "met" if not facts.layers_over else f"{len(facts.layers_over)} layers over"
+        rows.append(
+            (
+                plan.problem.current.slots_per_rank,
+                plan.problem.current.num_physical - plan.problem.current.num_logical,
+                memory,
+                f"{proposal.lower_bound.worst:.4f}",
+                both(proposal.predicted.mean, proposal.predicted.worst),
+                f"{proposal.moves.experts:,}",
+                over,
+            )
+        )
+    columns = ("slots per rank", "redundant experts", "memory a rank", "bound", "planned", "moves", "target")
+    print_table("What redundancy buys", columns, rows, right=columns[:-1])
+    console().print(LEGEND, style="dim")

@@ -1,0 +1,214 @@
+"""From the options of `eplb plan --load` to a planning problem."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from eplb_service.cli.values import RankNumbers
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import InvalidInputError
+from eplb_service.ids import RankId
+from eplb_service.offline.load_file import Float64Array, read_array, read_json, read_loads, read_source_loads
+from eplb_service.offline.placement_file import Expectation, read_placement
+from eplb_service.offline.plan import fleet_topology, grown_table, starting_table
+from eplb_service.placement import Table
+from eplb_service.policy.base import Constraints, Effort, ExpertOnRank, FailureDomain, PlanningProblem
+from eplb_service.topology import Topology
+
+MOVE_LIMITS = ("max_moves", "max_moves_per_rank", "max_moves_per_layer", "max_layers", "max_move_bytes")
+
+
+def flag(name: str) -> str:
+    """A parameter's name as it is typed."""
+    special = {"pins": "--pin", "bars": "--bar", "dead_ranks": "--dead-rank", "unusable_slots": "--unusable-slot"}
+    return special.get(name, "--" + name.replace("_", "-"))
+
+
+CONTRARY = (
+    ("from_nothing", "current"),
+    ("from_nothing", "grow"),
+    ("effort", "work_budget"),
+    ("sweep_slots", "slots_per_rank"),
+    ("sweep_slots", "out"),
+    ("sweep_slots", "to"),
+    ("sweep_slots", "layers"),
+    ("sweep_slots", "diff"),
+    ("sweep_slots", "pareto"),
+    *(("from_nothing", name) for name in MOVE_LIMITS),
+)
+"""Pairs of options of which one makes the other senseless."""
+
+NEEDED = (("soft_groups", "groups"), ("grow", "current"), ("max_move_bytes", "expert_bytes"))
+"""Options that say nothing without another one."""
+
+
+def checked_together(options: Mapping[str, Any], *, from_file: Collection[str]) -> dict[str, Any]:
+    """The options, without what a flag of the command line overrules in the fleet's file.
+
+    Raises click.UsageError naming options that contradict one another or lack another one.
+    """
+    kept = dict(options)
+    for pair in CONTRARY:
+        if all(_is_given(kept[name]) for name in pair):
+            overruled = [name for name in pair if name in from_file]
+            if len(overruled) != 1:
+                raise click.UsageError(f"{flag(pair[0])} and {flag(pair[1])} contradict one another; give one of them")
+            kept[overruled[0]] = None
+    sizes = ("ranks",) if _is_given(kept["sweep_slots"]) else ("ranks", "slots_per_rank")
+    missing = [flag(name) for name in sizes if kept[name] is None]
+    if missing:
+        raise click.UsageError(f"--load needs {' and '.join(missing)}: how large is the fleet that the plan is for?")
+    for name, other in NEEDED:
+        if _is_given(kept[name]) and not kept[other]:
+            raise click.UsageError(f"{flag(name)} needs {flag(other)}")
+    if kept["to"] is not None and kept["policy"] not in (None, "static"):
+        raise click.UsageError(f"--to is for policy static; {kept['policy']} goes where its search leads")
+    if kept["policy"] == "static" and kept["to"] is None:
+        raise click.UsageError("--policy static needs --to FILE: the placement to go to")
+    if kept["source_load"] is not None and kept["dispatch"] != Dispatch.NEAREST.value:
+        raise click.UsageError("--source-load is what nearest dispatch looks at; give --dispatch nearest too")
+    return kept
+
+
+def _is_given(value: object) -> bool:
+    return value is not None and value is not False
+
+
+def loads_of(path: Path, options: Mapping[str, Any]) -> tuple[Float64Array, Float64Array | None]:
+    """Loads (W, L, E) and source loads (L, R, E), None = uniform."""
+    loads = read_loads(path)
+    if options["source_load"] is None:
+        return loads, None
+    _, num_layers, num_logical = loads.shape
+    shape = {"num_layers": num_layers, "num_logical": num_logical, "num_ranks": options["ranks"]}
+    return loads, read_source_loads(options["source_load"], **shape)
+
+
+def topology_of(options: Mapping[str, Any]) -> Topology:
+    """The fleet that the options describe. Raises InvalidInputError when numbers do not fit."""
+    num_ranks: int = options["ranks"]
+    numbers: dict[str, tuple[float, ...] | None] = {}
+    for name, default, what in (("capacity", 1.0, "capacities"), ("base_load", 0.0, "base loads")):
+        given: RankNumbers | None = options[name]
+        numbers[name] = None if given is None or num_ranks < 1 else given.for_ranks(num_ranks, default, what)
+    return fleet_topology(
+        num_ranks=num_ranks,
+        nodes=options["nodes"],
+        capacity=numbers["capacity"],
+        base_load=numbers["base_load"],
+        dead=options["dead_ranks"],
+    )
+
+
+def constraints_of(options: Mapping[str, Any]) -> Constraints:
+    """The constraints that the options describe."""
+    return Constraints(
+        num_groups=options["groups"],
+        group_price=options["soft_groups"],
+        unusable_slots=frozenset(options["unusable_slots"]),
+        pinned=frozenset(options["pins"]),
+        barred=frozenset(options["bars"]),
+        resilience=options["resilient"],
+        max_replicas=options["max_replicas"],
+        **{name: options[name] for name in MOVE_LIMITS},
+    )
+
+
+def problem_of(
+    loads: Float64Array, source_loads: Float64Array | None, options: Mapping[str, Any], *, slots_per_rank: int
+) -> PlanningProblem:
+    """The problem that the options describe. Raises InvalidInputError with the numbers that do not go together."""
+    topology, constraints = topology_of(options), constraints_of(options)
+    _, num_layers, num_logical = loads.shape
+    _check_names(constraints, topology, num_logical=num_logical, slots_per_rank=slots_per_rank)
+    expected = Expectation(model="model", num_layers=num_layers, num_logical=num_logical, rank_ids=topology.rank_ids)
+    given: Path | None = options["current"]
+    shape = {"num_layers": num_layers, "num_logical": num_logical, "topology": topology, "slots_per_rank": slots_per_rank}
+    before = None if given is None else _current(given, expected, slots_per_rank, grow=options["grow"])
+    current = starting_table(**shape, current=before)
+    wanted = None if options["to"] is None else _wanted(options["to"], expected, current)
+    return PlanningProblem(
+        loads=loads,
+        source_loads=source_loads,
+        topology=topology,
+        current=current,
+        wanted=wanted,
+        dispatch=Dispatch(options["dispatch"]),
+        constraints=constraints,
+        expert_bytes=(options["expert_bytes"],) * num_layers,
+        from_nothing=options["from_nothing"],
+        max_imbalance=options["max_imbalance"],
+        front=options["pareto"] is not None,
+        certify=options["certify"],
+        seed=options["seed"],
+        time_limit_s=options["time_limit"],
+        work_budget=options["work_budget"],
+        effort=Effort(options["effort"] or Effort.NORMAL.value),
+    )
+
+
+def _current(path: Path, expected: Expectation, slots_per_rank: int, *, grow: bool) -> Table:
+    """The placement in a file; with `grow`, one of fewer ranks or slots, to which empty ones are added."""
+    if not grow:
+        return read_placement(path, expected)
+    table = read_placement(path, replace(expected, rank_ids=_ranks_in(path, expected, slots_per_rank)))
+    return grown_table(table, rank_ids=expected.rank_ids, slots_per_rank=slots_per_rank)
+
+
+def _ranks_in(path: Path, expected: Expectation, slots_per_rank: int) -> tuple[RankId, ...]:
+    """The ranks that a placement file is for: it names them, or has slots for so many."""
+    if path.suffix.lower() == ".json" and path.is_file():
+        content = read_json(path)
+        named = content.get("rank_ids") if isinstance(content, dict) else None
+        if isinstance(named, list) and named and all(isinstance(rank, int) for rank in named):
+            return tuple(RankId(rank) for rank in named)
+    elif path.suffix.lower() == ".npy" and path.is_file():
+        array = read_array(path)
+        if array.ndim == 2 and array.shape[1] and array.shape[1] % slots_per_rank == 0:
+            return tuple(RankId(rank) for rank in range(array.shape[1] // slots_per_rank))
+    return expected.rank_ids
+
+
+def _wanted(path: Path, expected: Expectation, current: Table) -> Table:
+    """The placement to go to, under the model and layer ids of the one to start from."""
+    table = read_placement(path, expected)
+    if table.num_physical != current.num_physical:
+        raise InvalidInputError(f"{path} has {table.num_physical} slots a layer; the plan is for {current.num_physical}")
+    return Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, table.physical_to_logical)
+
+
+def _check_names(constraints: Constraints, topology: Topology, *, num_logical: int, slots_per_rank: int) -> None:
+    """Experts, ranks and slots that constraints name must exist, and what is pinned must not be barred too."""
+    for name, residencies in (("--pin", constraints.pinned), ("--bar", constraints.barred)):
+        for item in _ordered(residencies):
+            if not 0 <= item.expert < num_logical:
+                raise InvalidInputError(f"{name} names expert {item.expert}, but experts run from 0 to {num_logical - 1}")
+            if item.rank_id not in topology.rank_ids:
+                raise InvalidInputError(f"{name} names rank {item.rank_id}, but ranks run from 0 to {topology.num_ranks - 1}")
+    both = _ordered(constraints.pinned & constraints.barred)
+    if both:
+        raise InvalidInputError(f"expert {both[0].expert} is pinned to rank {both[0].rank_id} and barred from it; drop one")
+    for rank, slot in sorted(constraints.unusable_slots):
+        if rank not in topology.rank_ids or not 0 <= slot < slots_per_rank:
+            raise InvalidInputError(
+                f"--unusable-slot names {rank}:{slot}, but ranks run from 0 to {topology.num_ranks - 1} and slots from 0 to"
+                f" {slots_per_rank - 1}"
+            )
+    resilience = constraints.resilience
+    alive = topology.alive_positions()
+    if resilience is not None:
+        by_node = resilience.domain is FailureDomain.NODE
+        if len({topology.nodes[position] for position in alive} if by_node else alive) < 2:
+            what = "node" if by_node else "rank"
+            raise InvalidInputError(
+                f"--resilient wants copies on two {what}s, but only one {what} serves; give --nodes, or :rank after the share"
+            )
+
+
+def _ordered(residencies: Iterable[ExpertOnRank]) -> list[ExpertOnRank]:
+    return sorted(residencies, key=lambda item: (item.expert, item.rank_id, -1 if item.layer_id is None else item.layer_id))
