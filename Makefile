@@ -5,9 +5,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
-# Extra words for `eplb demo` and pytest: make demo DEMO="--seconds 60", make test PYTEST="-k gate"
+# Extra words for `eplb demo`, pytest and benchmarks: make demo DEMO="--seconds 60", make test PYTEST="-k gate",
+# make bench-planner BENCH="--row drift --peer-vllm ../vllm"
 DEMO ?=
 PYTEST ?=
+BENCH ?=
 
 .PHONY: help setup demo test lint types imports unit proto check-proto bench-planner clean
 
@@ -48,8 +50,8 @@ proto: $(STAMP)  ## generate the protocol code again
 check-proto: $(STAMP)  ## fail when the committed protocol code is stale
 	@$(BIN)/python proto/generate.py --check
 
-bench-planner: $(STAMP)  ## policies on the standard work
-	@$(BIN)/python benchmarks/planner.py
+bench-planner: $(STAMP)  ## the planning engine's figures, beside peers where BENCH gives them (about 5 minutes)
+	@$(BIN)/python -m benchmarks.planner $(BENCH)
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
