@@ -81,6 +81,7 @@ def _mark_plan(axes: Any, proposal: Proposal) -> None:
         ha="right" if at > max(point.moves.experts for point in proposal.front) / 2 else "left",
         color=PLAN,
         fontsize=10,
+        arrowprops={"arrowstyle": "-", "color": PLAN, "linewidth": 1, "shrinkB": 7},
     )
 
 

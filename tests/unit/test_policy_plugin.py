@@ -1,4 +1,4 @@
-"""The example of a policy plug-in: installed by its own pyproject's entry point, found, run, held to the rules of any policy."""
+"""The example of a policy plug-in: installed by its own pyproject's entry point, found, run, held to every rule."""
 
 from __future__ import annotations
 
