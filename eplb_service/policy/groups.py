@@ -9,8 +9,10 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.policy import kernels
-from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.base import FailureDomain, PlanningProblem
+from eplb_service.policy.contradictions import has_strict_groups
 from eplb_service.policy.limits import Limits
+from eplb_service.policy.matching import cheapest_matching
 
 DISTINCT = True
 FORBIDDEN = 1 << 32
@@ -19,9 +21,10 @@ Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...]:
-    """Indices of the nodes that serve, when groups matter; () when planning is global.
+    """Indices of the nodes that serve, when groups matter, strict or soft; () when there are none.
 
-    Raises InvalidInputError naming experts, groups, nodes and slots when they do not divide or fit.
+    Raises InvalidInputError naming experts, groups, nodes and slots when experts do not divide into groups, or strict groups do
+    not divide over nodes or fit them. Soft groups need neither: nodes get as even numbers of them as possible.
     """
     num_groups, num_logical = problem.constraints.num_groups, problem.current.num_logical
     if num_groups is None or num_groups == 1:
@@ -32,10 +35,12 @@ def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...
         )
     node_of = np.array(problem.topology.node_indices)
     nodes = tuple(sorted(set(node_of[limits.room > 0].tolist())))
+    if not has_strict_groups(problem):
+        return nodes
     if num_groups % len(nodes):
         raise InvalidInputError(
             f"{num_groups} expert groups do not divide over {len(nodes)} nodes that serve ({problem.topology.num_ranks} ranks);"
-            f" plan without groups, or with a number of nodes that divides {num_groups}"
+            f" plan without groups, give them a price (soft), or use a number of nodes that divides {num_groups}"
         )
     needed = num_logical // len(nodes)
     for node in nodes:
@@ -44,7 +49,7 @@ def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...
             raise InvalidInputError(
                 f"node {problem.topology.node_names[node]!r} has {room} usable slots on {int((node_of == node).sum())} ranks"
                 f" but {num_groups // len(nodes)} of {num_groups} groups are {needed} experts;"
-                f" give it more slots or plan without groups"
+                f" give it more slots, plan without groups or give them a price (soft)"
             )
     return nodes
 
@@ -53,14 +58,18 @@ def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...
 class Layout:
     """How a table is cut into parts: the same for every layer but for which groups a node gets.
 
-    nodes: nodes that serve, () when planning is global. node_of: node index of each rank, shape (R,).
-    kinds: ranks with equal numbers may exchange their bins (same node when groups matter, same room and capacity), shape (R,).
+    nodes: nodes that serve, when strict groups cut layers into parts; () when planning is global, soft groups among it.
+    home_nodes: nodes that serve and that groups have their homes on, strict or soft; () without groups.
+    node_of: node index of each rank, shape (R,).
+    kinds: ranks with equal numbers may exchange their bins, shape (R,): same node where that matters (groups, resilience by
+    node), same room, capacity and own work, no pins or bars.
     """
 
     limits: Limits
     num_groups: int
     num_logical: int
     nodes: tuple[int, ...]
+    home_nodes: tuple[int, ...]
     node_of: npt.NDArray[np.int64]
     kinds: npt.NDArray[np.int64]
 
@@ -69,14 +78,20 @@ class Layout:
         """Raises InvalidInputError when experts, groups, nodes and slots do not divide or fit."""
         nodes = nodes_for_groups(problem, limits)
         node_of = np.array(problem.topology.node_indices, np.int64)
-        part_of = node_of if nodes else np.zeros_like(node_of)
-        traits = list(zip(part_of.tolist(), limits.room.tolist(), limits.capacity.tolist(), strict=True))
+        resilience = problem.constraints.resilience
+        by_node = bool(nodes) or (resilience is not None and resilience.domain is FailureDomain.NODE)
+        part_of = node_of if by_node else np.zeros_like(node_of)
+        base = problem.topology.base_load or (0.0,) * node_of.size
+        named = set(limits.pins[:, 1].tolist()) | set(limits.bars[:, 1].tolist())
+        alone = [position if position in named else -1 for position in range(node_of.size)]
+        traits = list(zip(part_of.tolist(), limits.room.tolist(), limits.capacity.tolist(), base, alone, strict=True))
         index = {trait: position for position, trait in enumerate(sorted(set(traits)))}
         return cls(
             limits=limits,
             num_groups=problem.constraints.num_groups or 1,
             num_logical=problem.current.num_logical,
-            nodes=nodes,
+            nodes=nodes if has_strict_groups(problem) else (),
+            home_nodes=nodes,
             node_of=node_of,
             kinds=np.array([index[trait] for trait in traits], np.int64),
         )
@@ -131,15 +146,15 @@ class Layout:
                 wanted = (bins[index][:, None] * size + np.arange(size)).reshape(-1)
                 away = int((~np.isin(wanted, present)).sum())
                 cost[index, position] = (len(self.nodes) + 1) * away + (index != position)
-        node_of_bin = kernels.cheapest_matching(cost)
+        node_of_bin = cheapest_matching(cost)
         return bins[np.argsort(node_of_bin)]
 
 
 def grouped_rows(problem: PlanningProblem) -> npt.NDArray[np.bool_]:
-    """Whether each layer's current row has every expert group on one node. Shape (L,); all True when groups do not matter."""
+    """Whether each layer's current row has every strict group on one node. Shape (L,); all True without strict groups."""
     table, num_groups = problem.current, problem.constraints.num_groups or 1
     grouped = np.ones(table.num_layers, np.bool_)
-    if num_groups == 1 or table.num_logical % num_groups:
+    if not has_strict_groups(problem) or table.num_logical % num_groups:
         return grouped
     node_of_slot = np.repeat(np.array(problem.topology.node_indices), table.slots_per_rank)
     group_of = np.where(table.physical_to_logical >= 0, table.physical_to_logical // (table.num_logical // num_groups), -1)

@@ -5,21 +5,30 @@ Constraints become bounds and prices here, once: a kernel never asks what a grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from eplb_service.moves import residencies
 from eplb_service.placement import EMPTY_SLOT
-from eplb_service.policy.base import ExpertOnRank, FailureDomain, PlanningProblem
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.contradictions import copies_needed
+from eplb_service.policy.group_homes import Aim, choose_homes, home_of_experts, node_task
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.limits import Limits
+from eplb_service.policy.residency_flow import is_possible
 
 Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+DEFAULT_TARGET = 1.01
+"""Imbalance of nodes that is good enough for homes of groups when the problem names no target."""
+
+LARGEST_REPLICA = 0.7
+"""Load that a replica off its group's node carries, in mean rank loads, by which homes of soft groups are judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,65 +100,79 @@ class LayerTask:
         return height
 
 
-def layer_task(problem: PlanningProblem, limits: Limits, layout: Layout, layer: int) -> LayerTask:
-    """The task of one layer (its position in the table). Limits and layout: of the same problem."""
-    table, constraints, topology = problem.current, problem.constraints, problem.topology
+def layer_task(
+    problem: PlanningProblem, limits: Limits, layout: Layout, layer: int, home: Int64Array | None = None
+) -> LayerTask:
+    """The task of one layer (its position in the table). Limits and layout: of the same problem.
+
+    home: node index of each expert's group, shape (E,); None = chosen here (`group_homes`; without groups there is none).
+    Raises InvalidInputError when strict groups, pins, bars and protected experts cannot be met together.
+    """
+    task = _without_groups(problem, limits, layout, layer)
+    if not layout.home_nodes:
+        return task
+    if home is not None:
+        return _with_homes(problem, task, home)
+    nodes = node_task(problem, layout, layer, task.load)
+    price = problem.constraints.group_price
+    aim = Aim(target=problem.max_imbalance or DEFAULT_TARGET, price=price, largest=LARGEST_REPLICA)
+    serving = task.capacity[task.room > 0]
+    homes = choose_homes(nodes, aim, task.fair * float(serving.mean()))
+    grouped = _with_homes(problem, task, home_of_experts(layout, homes))
+    if price is not None or limits.plain or is_possible(grouped):
+        return grouped
+    from eplb_service.policy.group_model import exact_homes  # noqa: PLC0415  (a second to import, rarely needed)
+
+    homes = exact_homes(task, np.array(layout.home_nodes, np.int64), nodes)
+    return _with_homes(problem, task, home_of_experts(layout, homes))
+
+
+def _without_groups(problem: PlanningProblem, limits: Limits, layout: Layout, layer: int) -> LayerTask:
+    """The task by everything but groups."""
+    table, topology = problem.current, problem.topology
     load = problem.total_loads[layer]
-    row = table.physical_to_logical[layer]
-    held = np.where(limits.usable, row.reshape(limits.usable.shape), EMPTY_SLOT).astype(np.int32)
-    shape = (table.num_ranks, table.num_logical)
-    allowed = np.broadcast_to(limits.room[:, None] > 0, shape).copy()
-    price = (~residencies(held, num_ranks=table.num_ranks, num_logical=table.num_logical)).astype(np.float64)
-    if layout.nodes:
-        home = _home_nodes(layout, row, load)
-        away = layout.node_of[:, None] != home[None, :]
-        if constraints.group_price is None:
-            allowed &= ~away
-        else:
-            price += constraints.group_price * away
-    layer_id = table.layer_ids[layer]
-    allowed &= ~_marked(constraints.barred, problem, layer_id)
+    row = table.physical_to_logical[layer].reshape(limits.usable.shape)
     alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
     base = np.zeros(table.num_ranks) if topology.base_load is None else np.array(topology.base_load, np.float64)
     base = np.where(alive, base, 0.0) * (load.sum() / max(1, int(alive.sum())))
-    spread = np.zeros(table.num_logical, np.bool_)
-    by_node = constraints.resilience is not None and constraints.resilience.domain is FailureDomain.NODE
-    if constraints.resilience is not None:
-        num_hot = int(np.ceil(constraints.resilience.hot_share * table.num_logical - 1e-9))
-        spread[np.argsort(-load, kind="stable")[:num_hot]] = True
-    return LayerTask(
+    # A rank that holds an expert in a slot that goes out of use can keep it in another slot without a move.
+    price = (~residencies(row, num_ranks=table.num_ranks, num_logical=table.num_logical)).astype(np.float64)
+    pinned = limits.marked(limits.pins, layer, table.num_logical)
+    spread = np.zeros(table.num_logical, np.bool_) if limits.protected is None else limits.protected[layer].copy()
+    task = LayerTask(
         load=load.copy(),
-        held=held,
+        held=np.where(limits.usable, row, EMPTY_SLOT).astype(np.int32),
         usable=limits.usable,
         room=limits.room,
         capacity=np.where(alive, limits.capacity, 1.0),
         base=base,
         fair=float((load.sum() + base.sum()) / limits.capacity[alive].sum()),
-        allowed=allowed,
-        pinned=_marked(constraints.pinned, problem, layer_id),
+        allowed=~limits.marked(limits.bars, layer, table.num_logical) & (limits.room > 0)[:, None],
+        pinned=pinned,
         price=price,
-        copies_min=np.where(spread, 2, 1).astype(np.int64),
+        copies_min=copies_needed(pinned, spread, limits.domain_of),
         copies_max=np.full(table.num_logical, limits.copies_max, np.int64),
         distinct=limits.distinct,
         spread=spread,
-        domain_of=layout.node_of if by_node else np.arange(table.num_ranks, dtype=np.int64),
+        domain_of=limits.domain_of,
         node_of=layout.node_of,
         source_loads=None if problem.source_loads is None else problem.source_loads[layer],
+        layer_id=table.layer_ids[layer],
+        rank_ids=table.rank_ids,
     )
+    return _with_copies_bounded(task)
 
 
-def _home_nodes(layout: Layout, row: Int32Array, load: Float64Array) -> Int64Array:
-    """Node of each expert's group, shape (E,): the first way to spread groups over nodes that the layout knows."""
-    home = np.zeros(load.size, np.int64)
-    for ranks, experts in layout.alternatives(row, load)[0]:
-        home[experts] = layout.node_of[ranks[0]]
-    return home
+def _with_homes(problem: PlanningProblem, task: LayerTask, home: Int64Array) -> LayerTask:
+    """The task with groups on their homes, or priced off them. Home: node index of each expert's group, shape (E,)."""
+    away = task.node_of[:, None] != home[None, :]
+    if problem.constraints.group_price is None:
+        return _with_copies_bounded(replace(task, allowed=task.allowed & ~away))
+    return replace(task, price=task.price + problem.constraints.group_price * away)
 
 
-def _marked(residency_set: frozenset[ExpertOnRank], problem: PlanningProblem, layer_id: int) -> BoolArray:
-    """Shape (R, E): where the set names a residency of this layer."""
-    marked = np.zeros((problem.current.num_ranks, problem.current.num_logical), np.bool_)
-    for item in sorted(residency_set, key=lambda item: (item.expert, item.rank_id)):
-        if item.layer_id is None or item.layer_id == layer_id:
-            marked[problem.topology.position_of(item.rank_id), item.expert] = True
-    return marked
+def _with_copies_bounded(task: LayerTask) -> LayerTask:
+    """No more copies of an expert than ranks that may hold it, where no rank may hold two."""
+    if not task.distinct:
+        return task
+    return replace(task, copies_max=np.minimum(task.copies_max, task.allowed.sum(axis=0)))

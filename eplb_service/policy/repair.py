@@ -50,6 +50,11 @@ class _Layer:
         self.copies[expert] += by
         self.domains[self.task.domain_of[rank], expert] += by
 
+    def lacks(self, expert: int) -> bool:
+        """Whether an expert has too few copies, or all in one domain where it must outlive one."""
+        few = self.copies[expert] < self.task.copies_min[expert]
+        return bool(few or (self.task.spread[expert] and (self.domains[:, expert] > 0).sum() < 2))
+
     def spare(self, rank: int) -> Int64Array:
         """Experts of a rank that could lose a copy there without breaking anything."""
         task, here = self.task, self.counts[rank]
@@ -80,30 +85,35 @@ def _held_counts(task: LayerTask) -> Int64Array:
 
 def _mended(task: LayerTask) -> Int64Array | None:
     """What is held, with pins, without what is too much, and each missing copy on a free or spare slot; None = not so easy."""
-    if not (task.allowed | ~task.pinned).all():
+    if (task.pinned & ~task.allowed).any():
         return None
     layer = _Layer(task, np.maximum(_held_counts(task), task.pinned))
-    room = task.room
-    for rank in np.flatnonzero(layer.counts.sum(axis=1) > room).tolist():
-        while int(layer.counts[rank].sum()) > room[rank]:
+    if not _trim(layer):
+        return None
+    lacking = np.flatnonzero([layer.lacks(expert) for expert in range(task.num_logical)])
+    for expert in sorted(lacking.tolist(), key=lambda name: (-task.load[name], name)):
+        while layer.lacks(expert):
+            if not _place(layer, expert):
+                return None
+    return layer.counts
+
+
+def _trim(layer: _Layer) -> bool:
+    """Drop copies beyond the room of ranks and the most copies of experts; False when that would break something."""
+    task = layer.task
+    for rank in np.flatnonzero(layer.counts.sum(axis=1) > task.room).tolist():
+        while int(layer.counts[rank].sum()) > task.room[rank]:
             spare = layer.spare(rank)
             if not spare.size:
-                return None
+                return False
             layer.change(rank, int(spare[np.argmin(layer.harm(spare))]), -1)
     for expert in np.flatnonzero(layer.copies > task.copies_max).tolist():
         while layer.copies[expert] > task.copies_max[expert]:
             ranks = [rank for rank in np.flatnonzero(layer.counts[:, expert]).tolist() if expert in layer.spare(rank)]
             if not ranks:
-                return None
+                return False
             layer.change(max(ranks), expert, -1)
-    lacking = (layer.copies < task.copies_min) | (task.spread & ((layer.domains > 0).sum(axis=0) < 2))
-    for expert in sorted(np.flatnonzero(lacking).tolist(), key=lambda name: (-task.load[name], name)):
-        while layer.copies[expert] < task.copies_min[expert] or (
-            task.spread[expert] and int((layer.domains[:, expert] > 0).sum()) < 2
-        ):
-            if not _place(layer, expert):
-                return None
-    return layer.counts
+    return True
 
 
 def _place(layer: _Layer, expert: int) -> bool:

@@ -6,12 +6,16 @@ offers its room. The flow is integral, so the answer is exact; when it falls sho
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 from ortools.graph.python import min_cost_flow
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.policy.layer_task import LayerTask
+
+if TYPE_CHECKING:
+    from eplb_service.policy.layer_task import LayerTask
 
 BoolArray = npt.NDArray[np.bool_]
 Int64Array = npt.NDArray[np.int64]
@@ -60,6 +64,15 @@ def required_residencies(task: LayerTask) -> Int64Array:
     if short.size:
         raise InvalidInputError(_shortage(task, counts, short))
     return counts
+
+
+def is_possible(task: LayerTask) -> bool:
+    """Whether some placement of the layer meets the task."""
+    try:
+        required_residencies(task)
+    except InvalidInputError:
+        return False
+    return True
 
 
 def _check_bounds(task: LayerTask, free: Int64Array) -> None:

@@ -186,7 +186,10 @@ def test_a_pin_to_a_full_rank_pushes_an_expert_on_in_a_chain() -> None:
             task_of([[0], [1], [-1]], num_logical=2, protected=(0, 1), domain_of=(0, 1, 1)),
             r"need 2 slots on ranks \[0\], which have 1",
         ),
-        (task_of([[0, 1], [2, 3]], num_logical=4, pinned=((0, 1), (0, 2), (0, 3))), "3 experts are pinned to rank 0, which has 2"),
+        (
+            task_of([[0, 1], [2, 3]], num_logical=4, pinned=((0, 1), (0, 2), (0, 3))),
+            "3 experts are pinned to rank 0, which has 2",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_met_is_named_with_experts_ranks_and_slots(task: LayerTask, message: str) -> None:

@@ -1,0 +1,194 @@
+"""Which node is home to which expert group, layer by layer: where balance allows it and most experts already are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.errors import InvalidInputError
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.groups import FORBIDDEN, Layout
+from eplb_service.policy.matching import cheapest_matching
+
+Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+
+ROUNDS_MAX = 50
+"""Exchanges between nodes tried from one start, one after another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class NodeTask:
+    """Groups to put on nodes, for one layer. G groups, N nodes that serve (in the order of `Layout.home_nodes`).
+
+    group_load: shape (G,), tokens. capacity, base: of each node, shape (N,). fair: height of a perfectly balanced layer.
+    away: experts of each group that a node does not hold, shape (G, N). may: whether pins and bars let it go there, (G, N).
+    most: groups that a node gets at most; fewest: at least.
+    """
+
+    group_load: Float64Array
+    capacity: Float64Array
+    base: Float64Array
+    fair: float
+    away: Int64Array
+    may: BoolArray
+    most: int
+    fewest: int
+
+    def imbalance(self, home: Int64Array) -> float:
+        """Busiest node's work for its capacity over the fair height. Home: node of each group, shape (G,)."""
+        work = np.bincount(home, weights=self.group_load, minlength=self.capacity.size) + self.base
+        return float((work / self.capacity).max() / self.fair) if self.fair > 0 else 1.0
+
+    def moves(self, home: Int64Array) -> int:
+        """Experts that have to come to their group's home."""
+        return int(self.away[np.arange(home.size), home].sum())
+
+
+def node_task(problem: PlanningProblem, layout: Layout, layer: int, load: Float64Array) -> NodeTask:
+    """The task of one layer (its position in the table)."""
+    limits, nodes = layout.limits, np.array(layout.home_nodes)
+    num_groups, size = layout.num_groups, layout.num_logical // layout.num_groups
+    row = np.where(limits.usable, problem.current.physical_to_logical[layer].reshape(limits.usable.shape), -1)
+    held = np.zeros((limits.room.size, layout.num_logical + 1), np.bool_)
+    held[np.arange(limits.room.size)[:, None], row] = True
+    alive = np.array([rank not in problem.topology.dead for rank in problem.topology.rank_ids])
+    base = np.where(alive, np.array(problem.topology.base_load or (0.0,) * alive.size), 0.0) * load.sum() / alive.sum()
+    pinned = limits.marked(limits.pins, layer, layout.num_logical)
+    barred = limits.marked(limits.bars, layer, layout.num_logical)
+    away, may = np.zeros((num_groups, nodes.size), np.int64), np.ones((num_groups, nodes.size), np.bool_)
+    for index, node in enumerate(nodes.tolist()):
+        on_node = (layout.node_of == node) & (limits.room > 0)
+        away[:, index] = (~held[on_node, :-1].any(axis=0)).reshape(num_groups, size).sum(axis=1)
+        closed = barred[on_node].all(axis=0) | pinned[layout.node_of != node].any(axis=0)
+        may[:, index] = ~closed.reshape(num_groups, size).any(axis=1)
+    capacity = np.where(alive, limits.capacity, 0.0)
+    return NodeTask(
+        group_load=load.reshape(num_groups, size).sum(axis=1),
+        capacity=np.array([capacity[layout.node_of == node].sum() for node in nodes]),
+        base=np.array([base[layout.node_of == node].sum() for node in nodes]),
+        fair=float((load.sum() + base.sum()) / capacity.sum()),
+        away=away,
+        may=may if layout.nodes else np.ones_like(may),
+        most=-(-num_groups // nodes.size),
+        fewest=num_groups // nodes.size,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aim:
+    """What a choice of homes is judged by.
+
+    target: imbalance of nodes that is good enough. price: None = strict groups: balance comes first, then moves; else what a
+    replica off its group's node costs, in moves. largest: load of the largest replica that may go off-node, in mean rank loads.
+    """
+
+    target: float
+    price: float | None = None
+    largest: float = 1.0
+
+    def cost(self, task: NodeTask, home: Int64Array, rank_height: float) -> tuple[float, float]:
+        """What a choice costs; smaller is better. rank_height: of a perfectly balanced layer, one rank's work."""
+        moves = task.moves(home)
+        if self.price is None:
+            return max(task.imbalance(home), self.target), float(moves)
+        work = np.bincount(home, weights=task.group_load, minlength=task.capacity.size) + task.base
+        over = np.maximum(work - self.target * task.fair * task.capacity, 0.0)
+        replicas = np.where(over > 0, np.maximum(over / (self.largest * rank_height), 1.0), 0.0).sum()
+        return (self.price + 1.0) * float(replicas) + moves, 0.0
+
+
+def cheapest_homes(task: NodeTask) -> Int64Array:
+    """Node of each group such that fewest experts move, shape (G,). Raises InvalidInputError when no assignment is allowed."""
+    num_groups, num_nodes = task.away.shape
+    places = np.repeat(np.arange(num_nodes), task.most)
+    cost = np.full((places.size, places.size), 0, np.int64)
+    cost[:num_groups] = np.where(task.may[:, places], task.away[:, places], FORBIDDEN)
+    # Nodes get at least `fewest` groups: the rows beyond the groups may leave free only places above that.
+    first = np.tile(np.arange(task.most), num_nodes)
+    cost[num_groups:] = np.where(first < task.fewest, FORBIDDEN, 0)
+    home = places[cheapest_matching(cost)[:num_groups]]
+    if (~task.may[np.arange(num_groups), home]).any():
+        group = int(np.argmax(~task.may[np.arange(num_groups), home]))
+        raise InvalidInputError(
+            f"strict groups, pins and bars leave no node for each of {num_groups} groups with at most {task.most} on one"
+            f" (group {group} is left over); unpin or allow experts, or give groups a price"
+        )
+    return home
+
+
+def packed_homes(task: NodeTask) -> Int64Array | None:
+    """Node of each group, longest group first to the node that it leaves least loaded; None when pins and bars block that."""
+    num_groups, num_nodes = task.away.shape
+    home = np.full(num_groups, -1, np.int64)
+    work, count = task.base.copy(), np.zeros(num_nodes, np.int64)
+    left = num_groups
+    for group in np.argsort(-task.group_load, kind="stable").tolist():
+        # What is still to come must fill every node to `fewest`.
+        short = np.maximum(task.fewest - count, 0)
+        open_nodes = task.may[group] & (count < task.most) & ((short > 0) | (short.sum() < left))
+        if not open_nodes.any():
+            return None
+        height = np.where(open_nodes, (work + task.group_load[group]) / task.capacity, np.inf)
+        node = int(height.argmin())
+        home[group], work[node], count[node], left = node, work[node] + task.group_load[group], count[node] + 1, left - 1
+    return home
+
+
+def improved_homes(task: NodeTask, start: Int64Array, aim: Aim, rank_height: float) -> tuple[tuple[float, float], Int64Array]:
+    """Exchange two groups, or two whole nodes, or move one, as long as that makes the choice cheaper. Returns (cost, home)."""
+    best, home = aim.cost(task, start, rank_height), start.copy()
+    for _ in range(ROUNDS_MAX):
+        found, better = best, None
+        for trial in _neighbours(task, home):
+            cost = aim.cost(task, trial, rank_height)
+            if cost < found:
+                found, better = cost, trial
+        if better is None:
+            break
+        best, home = found, better
+    return best, home
+
+
+def _neighbours(task: NodeTask, home: Int64Array) -> list[Int64Array]:
+    """Homes one change away, all of them allowed."""
+    num_groups, num_nodes = task.away.shape
+    every = np.arange(num_groups)
+    trials = []
+    for one in range(num_groups):
+        for other in range(one + 1, num_groups):
+            if home[one] != home[other]:
+                trial = home.copy()
+                trial[one], trial[other] = home[other], home[one]
+                trials.append(trial)
+    for one in range(num_nodes):
+        trials += [
+            np.where(home == one, other, np.where(home == other, one, home)).astype(np.int64)
+            for other in range(one + 1, num_nodes)
+        ]
+    count = np.bincount(home, minlength=num_nodes)
+    for group in range(num_groups if task.most > task.fewest else 0):
+        if count[home[group]] > task.fewest:
+            trials += [np.where(every == group, node, home) for node in np.flatnonzero(count < task.most).tolist()]
+    return [trial for trial in trials if task.may[every, trial].all()]
+
+
+def choose_homes(task: NodeTask, aim: Aim, rank_height: float) -> Int64Array:
+    """Node of each group, shape (G,), the best that exchanges find from where groups are now and from a balanced packing.
+
+    Raises InvalidInputError when pins and bars allow no assignment.
+    """
+    starts = [cheapest_homes(task), packed_homes(task)]
+    found = [improved_homes(task, start, aim, rank_height) for start in starts if start is not None]
+    return min(found, key=lambda item: item[0])[1]
+
+
+def home_of_experts(layout: Layout, homes: Sequence[int] | Int64Array) -> Int64Array:
+    """Node index of each expert's group, shape (E,). Homes: positions within `Layout.home_nodes`, shape (G,)."""
+    nodes = np.array(layout.home_nodes, np.int64)[np.asarray(homes)]
+    result: Int64Array = np.repeat(nodes, layout.num_logical // layout.num_groups)
+    return result
