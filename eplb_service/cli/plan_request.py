@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from eplb_service.offline.load_file import Float64Array, read_array, read_json, 
 from eplb_service.offline.placement_file import Expectation, read_placement
 from eplb_service.offline.plan import fleet_topology, grown_table, starting_table
 from eplb_service.placement import Table
-from eplb_service.policy.base import Constraints, Effort, ExpertOnRank, FailureDomain, PlanningProblem
+from eplb_service.policy.base import Constraints, Effort, PlanningProblem
 from eplb_service.topology import Topology
 
 MOVE_LIMITS = ("max_moves", "max_moves_per_rank", "max_moves_per_layer", "max_layers", "max_move_bytes")
@@ -125,7 +125,6 @@ def problem_of(
     """The problem that the options describe. Raises InvalidInputError with the numbers that do not go together."""
     topology, constraints = topology_of(options), constraints_of(options)
     _, num_layers, num_logical = loads.shape
-    _check_names(constraints, topology, num_logical=num_logical, slots_per_rank=slots_per_rank)
     expected = Expectation(model="model", num_layers=num_layers, num_logical=num_logical, rank_ids=topology.rank_ids)
     given: Path | None = options["current"]
     shape = {"num_layers": num_layers, "num_logical": num_logical, "topology": topology, "slots_per_rank": slots_per_rank}
@@ -180,35 +179,3 @@ def _wanted(path: Path, expected: Expectation, current: Table) -> Table:
     if table.num_physical != current.num_physical:
         raise InvalidInputError(f"{path} has {table.num_physical} slots a layer; the plan is for {current.num_physical}")
     return Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, table.physical_to_logical)
-
-
-def _check_names(constraints: Constraints, topology: Topology, *, num_logical: int, slots_per_rank: int) -> None:
-    """Experts, ranks and slots that constraints name must exist, and what is pinned must not be barred too."""
-    for name, residencies in (("--pin", constraints.pinned), ("--bar", constraints.barred)):
-        for item in _ordered(residencies):
-            if not 0 <= item.expert < num_logical:
-                raise InvalidInputError(f"{name} names expert {item.expert}, but experts run from 0 to {num_logical - 1}")
-            if item.rank_id not in topology.rank_ids:
-                raise InvalidInputError(f"{name} names rank {item.rank_id}, but ranks run from 0 to {topology.num_ranks - 1}")
-    both = _ordered(constraints.pinned & constraints.barred)
-    if both:
-        raise InvalidInputError(f"expert {both[0].expert} is pinned to rank {both[0].rank_id} and barred from it; drop one")
-    for rank, slot in sorted(constraints.unusable_slots):
-        if rank not in topology.rank_ids or not 0 <= slot < slots_per_rank:
-            raise InvalidInputError(
-                f"--unusable-slot names {rank}:{slot}, but ranks run from 0 to {topology.num_ranks - 1} and slots from 0 to"
-                f" {slots_per_rank - 1}"
-            )
-    resilience = constraints.resilience
-    alive = topology.alive_positions()
-    if resilience is not None:
-        by_node = resilience.domain is FailureDomain.NODE
-        if len({topology.nodes[position] for position in alive} if by_node else alive) < 2:
-            what = "node" if by_node else "rank"
-            raise InvalidInputError(
-                f"--resilient wants copies on two {what}s, but only one {what} serves; give --nodes, or :rank after the share"
-            )
-
-
-def _ordered(residencies: Iterable[ExpertOnRank]) -> list[ExpertOnRank]:
-    return sorted(residencies, key=lambda item: (item.expert, item.rank_id, -1 if item.layer_id is None else item.layer_id))

@@ -17,6 +17,7 @@ from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
 from eplb_service.placement import EMPTY_SLOT, Table
 from eplb_service.policy.base import PlanningProblem, Policy, Proposal
+from eplb_service.policy.limits import limits_of
 from eplb_service.policy.registry import load_policy, policy_names
 from eplb_service.policy.verify import verify
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
@@ -136,6 +137,7 @@ def plan_offline(problem: PlanningProblem, *, policy: str | None = None, moves_a
     not go together, PolicyFailedError when the policy's answer is unusable.
     """
     name = default_policy(problem) if policy is None else policy
+    limits_of(problem)  # what does not fit or contradicts itself is said before a policy is loaded and compiled
     solver = load_policy(name)
     try:
         warm_up_policy(solver, name)
