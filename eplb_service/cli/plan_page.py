@@ -12,6 +12,7 @@ from eplb_service.cli.plan_request import flag
 from eplb_service.moves import residencies
 from eplb_service.offline.facts import PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.topology import LinkKind
 
@@ -40,7 +41,7 @@ def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
     ]
     print_table(title, ("", "imbalance"), rows)
     screen = console()
-    screen.print(summary(proposal))
+    screen.print(summary(problem, proposal))
     for label, text in facts_shown(plan, facts):
         print_fact(label, text, width=FACT_WIDTH)
     dispatch = f" under {problem.dispatch.value} dispatch" if problem.dispatch != "even" else ""
@@ -49,19 +50,20 @@ def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
         screen.print(f"placement written to {out}")
 
 
-def summary(proposal: Proposal) -> str:
+def summary(problem: PlanningProblem, proposal: Proposal) -> str:
     """The plan in one line: `imbalance 1.0080, bound 1.0000, moves 31, bound >= 24`. Imbalances are of the worst layer."""
     worst = proposal.predicted.per_layer.index(proposal.predicted.worst)
     bound = proposal.lower_bound.per_layer[worst]
     least = "" if proposal.moves_lower_bound is None else f", bound >= {proposal.moves_lower_bound:,}"
-    return f"worst layer: imbalance {proposal.predicted.worst:.4f}, bound {bound:.4f}; moves {proposal.moves.experts:,}{least}"
+    moves = "" if problem.from_nothing else f"; moves {proposal.moves.experts:,}{least}"
+    return f"worst layer: imbalance {proposal.predicted.worst:.4f}, bound {bound:.4f}{moves}"
 
 
 def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
     """Label and sentence of every fact that this plan has."""
     problem, proposal = plan.problem, plan.proposal
     stop = why_it_stopped(problem, proposal, facts)
-    shown = [("moves", _moves(plan))]
+    shown = [("to load", _to_load(plan)) if problem.from_nothing else ("moves", _moves(plan))]
     if facts.layers_over is not None:
         shown.append(("target", _target(problem, proposal, facts)))
     shown.append(("stopped", stop.reason))
@@ -92,6 +94,16 @@ def _off_node(facts: PlanFacts, price: float) -> str:
         f"{sum(facts.off_node):,} replicas off their group's node, {np.mean(facts.off_node):.2f} a layer"
         f" (most {max(facts.off_node)}), at a price of {price:g} moves each"
     )
+
+
+def _to_load(plan: OfflinePlan) -> str:
+    """What a start from nothing loads."""
+    table = plan.proposal.placement
+    filled = (table.physical_to_logical != EMPTY_SLOT).sum(axis=1)
+    sizes = plan.problem.expert_bytes or (0,) * table.num_layers
+    size = sum(int(count) * each for count, each in zip(filled, sizes, strict=True)) // table.num_ranks
+    memory = f", {bytes_text(size)} a rank" if size else ""
+    return f"{int(filled.sum()):,} slots{memory}; nothing is in place, so moves cost nothing"
 
 
 def _moves(plan: OfflinePlan) -> str:

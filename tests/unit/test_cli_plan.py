@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import click
 import numpy as np
 import pytest
 
 from eplb_service.cli import values
+from eplb_service.cli.front_picture import draw_front
 from eplb_service.cli.grouped import OTHER, GroupedCommand
 from eplb_service.cli.plan import GROUPS
 from eplb_service.cli.plan import plan as plan_command
+from eplb_service.cli.plan_page import show_front
 from eplb_service.cli.root import run
-from eplb_service.policy.base import ExpertOnRank, FailureDomain, Resilience
+from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.offline.plan import OfflinePlan
+from eplb_service.placement import Table
+from eplb_service.policy.base import (
+    Constraints,
+    ExpertOnRank,
+    FailureDomain,
+    FrontPoint,
+    PlanningProblem,
+    Proposal,
+    Resilience,
+)
+from eplb_service.policy.registry import load_policy
+from eplb_service.policy.verify import verify
+from eplb_service.topology import Topology
 
 
 @pytest.fixture
@@ -220,6 +238,52 @@ def test_pictures_without_the_chart_library_say_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     said = refusal(capsys, "--load", str(loads), *FLEET, "--pareto", "front.svg", code=3)
     assert "install eplb-service[charts], or give --pareto without a file for the table" in said
+
+
+def proposal_with_front() -> Proposal:
+    """Greedy plans of one problem under ever more moves."""
+    loads = np.random.default_rng(4).gamma(0.5, 100, (1, 3, 16))
+    topology = Topology.regular(num_ranks=4)
+    current = Table.linear(model="m", layer_ids=(0, 1, 2), num_logical=16, rank_ids=topology.rank_ids, slots_per_rank=5)
+    made = []
+    for most in (0, 12, 100):
+        problem = PlanningProblem(loads=loads, topology=topology, current=current, constraints=Constraints(max_moves=most))
+        made.append(verify(problem, load_policy("greedy").plan(problem), policy="greedy", solve_s=0.0))
+    front = [FrontPoint(placement=each.placement, predicted=each.predicted, moves=each.moves) for each in made]
+    return replace(made[-1], front=tuple(front))
+
+
+def test_picture_of_the_front_is_the_same_file_each_time(tmp_path: Path) -> None:
+    proposal = proposal_with_front()
+    for name in ("a.svg", "b.svg", "a.png"):
+        draw_front(tmp_path / name, proposal, max_imbalance=1.2)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert ET.parse(tmp_path / "a.svg").getroot().tag.endswith("svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(InvalidInputError, match="policy greedy gives no Pareto front"):
+        draw_front(tmp_path / "c.svg", replace(proposal, front=()), max_imbalance=None)
+    (tmp_path / "folder.svg").mkdir()
+    with pytest.raises(EnvironmentFault, match=r"cannot write .*folder\.svg"):
+        draw_front(tmp_path / "folder.svg", proposal, max_imbalance=None)
+
+
+def test_front_is_a_table_that_marks_the_plan_and_what_is_there_now(capsys: pytest.CaptureFixture[str]) -> None:
+    proposal = proposal_with_front()
+    problem = PlanningProblem(
+        loads=np.ones((1, 3, 16)), topology=Topology.regular(num_ranks=4), current=proposal.front[0].placement
+    )
+    show_front(OfflinePlan(proposal=proposal, problem=problem, moves_against="linear"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["moves", "mean", "over", "layers", "worst", "layer"]
+    assert lines[2].endswith("as it is")
+    assert lines[4].endswith("the plan")
+    assert [int(line.split()[0]) for line in lines[2:]] == [point.moves.experts for point in proposal.front]
+
+
+def test_plan_from_nothing_counts_what_is_loaded_instead_of_moves(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = plan(capsys, loads, "--from-nothing", "--expert-bytes", "1MiB")
+    assert "to load      60 slots, 15.0 MiB a rank; nothing is in place" in page
+    assert "moves  " not in page
 
 
 def test_current_placement_of_a_smaller_fleet_is_grown_only_when_asked(
