@@ -60,8 +60,9 @@ def as_values(shares: npt.NDArray[np.float32] | None) -> tuple[float, ...] | Non
 
 
 def as_array(values: Sequence[float] | None) -> Float32Array | None:
-    """What `as_values` gave, as an array of shape (P,)."""
-    return None if values is None else np.array(values, np.float32)
+    """What `as_values` gave, as an array of shape (P,); what no float32 holds becomes infinite."""
+    with np.errstate(over="ignore"):
+        return None if values is None else np.array(values, np.float32)
 
 
 def _sums(
@@ -104,3 +105,17 @@ def replica_shares(shares: npt.NDArray[np.float32], logical_to_physical: npt.NDA
     taken = shares[layer, np.maximum(logical_to_physical, 0)]
     result: Float32Array = np.where(logical_to_physical >= 0, taken, np.float32(0)).astype(np.float32)
     return result
+
+
+def slot_shares(
+    by_replica: npt.NDArray[np.float32], logical_to_physical: npt.NDArray[np.integer], *, num_physical: int
+) -> Float32Array:
+    """The way back from `replica_shares`, for one layer. Both tables: shape (E, width). Returns shape (P,), float32.
+
+    >>> slot_shares(np.array([[1, 0], [0.25, 0.75]], np.float32), np.array([[0, -1], [1, 2]]), num_physical=4).tolist()
+    [1.0, 0.25, 0.75, 0.0]
+    """
+    shares = np.zeros(num_physical, np.float32)
+    held = logical_to_physical >= 0
+    shares[logical_to_physical[held]] = by_replica[held]
+    return shares

@@ -49,11 +49,15 @@ class RoutingTables:
     physical_to_logical: (P,) int64, -1 = empty slot.
     logical_to_physical: (E, width) int64, slots of each expert ascending, padded with -1 (never selected).
     replica_counts: (E,) int64.
+    replica_shares: (E, width) float32, for an engine whose dispatch is `weighted`: the share of an expert's tokens that each
+        of its replicas takes, in the order of logical_to_physical, 0 where that has -1; 1 in sum. The engine fills it when it
+        loads (even shares, if it knows no better). None for every other dispatch.
     """
 
     physical_to_logical: torch.Tensor
     logical_to_physical: torch.Tensor
     replica_counts: torch.Tensor
+    replica_shares: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,7 @@ class EngineModel:
 class EngineDescription:
     """What the engine is; constant for one forming of its group.
 
+    dispatch: how it picks a replica, a word of `eplb_service.dispatch.Dispatch`; only `weighted` is sent shares.
     rendezvous_host, rendezvous_port: where rank `group_rank_ids[0]` may listen for the hook's own groups (TCP).
     """
 

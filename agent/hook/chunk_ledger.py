@@ -59,7 +59,11 @@ class Ledger:
         """The chunk is live. Returns what to say of it."""
         for change in stage.layers:
             self.live[change.layer] = LiveLayer(
-                layer=change.layer, generation=stage.generation, digest=change.new_digest, row=change.new_row
+                layer=change.layer,
+                generation=stage.generation,
+                digest=change.new_digest,
+                row=change.new_row,
+                shares=change.new_shares,
             )
         flipped = Flipped(
             sender=self.address,

@@ -64,7 +64,14 @@ def model_infos(description: EngineDescription, tensors: Tensors) -> tuple[Model
 
 
 def check_layer(
-    layer: LayerRef, info: LayerInfo, tensors: Mapping[str, SlotTensor], tables: RoutingTables, num_physical: int, width: int
+    layer: LayerRef,
+    info: LayerInfo,
+    tensors: Mapping[str, SlotTensor],
+    tables: RoutingTables,
+    num_physical: int,
+    width: int,
+    *,
+    weighted: bool = False,
 ) -> ExpertLayout:
     """The layer's packing. Raises InvalidInputError when tensors or tables are not what the engine says of them."""
     layout = ExpertLayout.of(layer, tensors)
@@ -91,6 +98,13 @@ def check_layer(
             raise InvalidInputError(
                 f"layer {layer}: table {name} must be int64 of shape {shape}; it is {table.dtype} of {tuple(table.shape)}"
             )
+    shares = tables.replica_shares
+    if weighted and (shares is None or tuple(shares.shape) != (info.num_logical, width) or shares.dtype != torch.float32):
+        found = "missing" if shares is None else f"{shares.dtype} of {tuple(shares.shape)}"
+        raise InvalidInputError(
+            f"layer {layer}: the engine dispatches by shares, so table replica_shares must be float32 of shape"
+            f" {(info.num_logical, width)}; it is {found}"
+        )
     return layout
 
 

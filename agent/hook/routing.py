@@ -1,8 +1,8 @@
 """The flip: what lies in staging becomes what the engine computes with, in place, on its compute stream.
 
 Tensors and tables are written, never replaced: captured graphs keep their addresses (FastDeploy#4599). The one source is the
-new row; all tables derive from it (vllm#36267). Weights come first, then the tables, in one uninterrupted run of work on the
-stream that runs the model, so that no kernel of the model sees one without the other.
+new row with its shares; all tables derive from it (vllm#36267). Weights come first, then the tables, in one uninterrupted run
+of work on the stream that runs the model, so that no kernel of the model sees one without the other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from agent.transfer.streams import EventPair, Streams
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef
 from eplb_service.placement import logical_to_physical
+from eplb_service.replica_shares import as_array, as_values, checked_shares, replica_shares, slot_shares
 
 FLIP_TIMEOUT_S = 10.0
 
@@ -30,21 +31,38 @@ class LayerTables:
     physical_to_logical: torch.Tensor
     logical_to_physical: torch.Tensor
     replica_counts: torch.Tensor
+    replica_shares: torch.Tensor | None
 
     @classmethod
-    def derive(cls, row: Sequence[int], num_logical: int, width: int, device: torch.device) -> LayerTables:
-        """All tables from the one source. Raises InvalidInputError when an expert has more than `width` replicas."""
+    def derive(
+        cls,
+        row: Sequence[int],
+        num_logical: int,
+        width: int,
+        device: torch.device,
+        *,
+        shares: Sequence[float] | None = None,
+    ) -> LayerTables:
+        """All tables from the row and, under weighted dispatch, the shares of its slots.
+
+        Raises InvalidInputError when an expert has more than `width` replicas.
+        """
         physical = np.array([row], dtype=np.int32)
-        logical = logical_to_physical(physical, num_logical, width)[0]
+        logical = logical_to_physical(physical, num_logical, width)
         counts = np.bincount(physical[0][physical[0] >= 0], minlength=num_logical)
-        arrays = (physical[0], logical, counts)
-        return cls(*(torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True) for array in arrays))
+        by_slot = as_array(shares)
+        by_replica = None if by_slot is None else torch.from_numpy(replica_shares(by_slot[None], logical)[0])
+        arrays = (physical[0], logical[0], counts)
+        placed, by_expert, copies = (torch.from_numpy(array.astype(np.int64)).to(device, non_blocking=True) for array in arrays)
+        return cls(placed, by_expert, copies, None if by_replica is None else by_replica.to(device, non_blocking=True))
 
     def write(self, tables: RoutingTables) -> None:
         """Into the engine's own storage."""
         tables.physical_to_logical.copy_(self.physical_to_logical, non_blocking=True)
         tables.logical_to_physical.copy_(self.logical_to_physical, non_blocking=True)
         tables.replica_counts.copy_(self.replica_counts, non_blocking=True)
+        if self.replica_shares is not None and tables.replica_shares is not None:
+            tables.replica_shares.copy_(self.replica_shares, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +121,24 @@ def check_loaded(layer: LayerRef, tables: RoutingTables, row: Sequence[int]) -> 
             f"layer {layer}: the engine's table has expert {found[slot]} in slot {slot}, it says that it loaded {row[slot]};"
             f" {len(differ)} slots differ"
         )
+
+
+def loaded_shares(layer: LayerRef, tables: RoutingTables, row: Sequence[int], num_logical: int) -> tuple[float, ...] | None:
+    """Shares that the engine's dispatch reads before anything was flipped, of each slot; None where it has no such table.
+
+    Raises InvalidInputError when they are none: they do not add up, or lie beside the replicas.
+    """
+    if tables.replica_shares is None:
+        return None
+    by_replica = tables.replica_shares.cpu().numpy()
+    physical = np.array([row], dtype=np.int32)
+    logical = logical_to_physical(physical, num_logical, by_replica.shape[1])[0]
+    held = logical >= 0
+    if by_replica[~held].any():
+        expert, replica = np.argwhere(~held & (by_replica != 0))[0].tolist()
+        raise InvalidInputError(
+            f"layer {layer}: the engine's table gives replica {replica} of expert {expert} the share"
+            f" {float(by_replica[expert, replica])!r}, but it has {int(held[expert].sum())} replicas"
+        )
+    shares = slot_shares(by_replica, logical, num_physical=len(row))
+    return as_values(checked_shares(shares[None], physical, num_logical, layers=(str(layer),))[0])

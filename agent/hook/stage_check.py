@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.control import Copy, LayerChange, LiveLayer, RefusalCode, Stage
+from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef, RankId
 from eplb_service.placement import EMPTY_SLOT, row_digest
+from eplb_service.replica_shares import Float32Array, as_array, checked_shares
 
 Refusal = tuple[RefusalCode, str]
 
@@ -29,13 +32,17 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankShape:
-    """What a rank knows of itself and its group. group_rank_ids: in column order of rows."""
+    """What a rank knows of itself and its group. group_rank_ids: in column order of rows.
+
+    weighted: the engine's dispatch takes shares: every change of a layer must bring them, and no other engine gets any.
+    """
 
     rank_id: RankId
     group_rank_ids: tuple[RankId, ...]
     layers: Mapping[LayerRef, LayerShape]
     replica_table_width: int
     staging_bytes: int
+    weighted: bool = False
 
 
 def check_stage(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer], weights_version: int) -> Refusal | None:
@@ -72,8 +79,17 @@ def _check_row(change: LayerChange, shape: RankShape, live: Mapping[LayerRef, Li
             RefusalCode.INVALID,
             f"layer {layer}: experts must be -1 to {known.num_logical - 1}; got {min(change.new_row)} to {max(change.new_row)}",
         )
-    row = np.array(change.new_row, dtype=np.int32)
-    digest = row_digest(layer, row)
+    return _check_content(change, known, shape)
+
+
+def _check_content(change: LayerChange, known: LayerShape, shape: RankShape) -> Refusal | None:
+    """The new row and its shares, which are of the layer's size, against what they claim to be and what the engine holds."""
+    layer, row = change.layer, np.array(change.new_row, dtype=np.int32)
+    try:
+        shares = _shares_of(change, row, shape)
+    except InvalidInputError as error:
+        return RefusalCode.INVALID, str(error)
+    digest = row_digest(layer, row, shares)
     if digest != change.new_digest:
         return RefusalCode.NEW_DIGEST, f"layer {layer}: the row has digest {digest:#x}, the message says {change.new_digest:#x}"
     replicas = np.bincount(row[row >= 0], minlength=known.num_logical)
@@ -85,6 +101,20 @@ def _check_row(change: LayerChange, shape: RankShape, live: Mapping[LayerRef, Li
             f" this engine's tables hold {shape.replica_table_width}"
         )
     return None
+
+
+def _shares_of(change: LayerChange, row: npt.NDArray[np.int32], shape: RankShape) -> Float32Array | None:
+    """Shares of a new row, None without weighted dispatch. Raises InvalidInputError where the engine cannot take them."""
+    given = as_array(change.new_shares)
+    if given is None and shape.weighted:
+        raise InvalidInputError(f"layer {change.layer}: it comes without shares, this engine dispatches by them")
+    if given is None:
+        return None
+    if not shape.weighted:
+        raise InvalidInputError(f"layer {change.layer}: it comes with shares, this engine's dispatch knows none")
+    num_logical = shape.layers[change.layer].num_logical
+    checked: Float32Array = checked_shares(given[None], row[None], num_logical, layers=(str(change.layer),))[0]
+    return checked
 
 
 def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer]) -> Refusal | None:

@@ -224,7 +224,11 @@ class Stager:
             for change in stage.layers:
                 shape = self._shape.layers[change.layer]
                 tables = LayerTables.derive(
-                    change.new_row, shape.num_logical, self._shape.replica_table_width, self._weights.device
+                    change.new_row,
+                    shape.num_logical,
+                    self._shape.replica_table_width,
+                    self._weights.device,
+                    shares=change.new_shares,
                 )
                 first = self._position * shape.slots
                 changed = local_changes(change, old_rows[change.layer], shape.slots, self._position)

@@ -13,15 +13,17 @@ from agent.engine.port import EngineDescription, EnginePort, RoutingTables, Slot
 from agent.hook import rendezvous
 from agent.hook.config import HookConfig
 from agent.hook.manifest import check_initial_row, check_layer, model_infos, shared_facts
-from agent.hook.routing import LayerTables, check_loaded
+from agent.hook.routing import LayerTables, check_loaded, loaded_shares
 from agent.hook.stage_check import LayerShape, RankShape
 from agent.transfer.gloo import GlooGroup, Store, first_line, prefixed
 from agent.transfer.staging import ExpertLayout
 from eplb_service.control import LiveLayer, ModelInfo
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError
 from eplb_service.generation import AS_LOADED
 from eplb_service.ids import LayerRef
 from eplb_service.placement import row_digest
+from eplb_service.replica_shares import as_array, as_values, even_shares
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +64,23 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
     layouts: dict[LayerRef, ExpertLayout] = {}
     live: dict[LayerRef, LiveLayer] = {}
     problem = ""
+    weighted = description.dispatch == Dispatch.WEIGHTED
     for layer, info in infos.items():
         row, num_physical = rows.get(layer, np.empty(0, np.int32)), info.slots * num_ranks
         check_initial_row(layer, info, row, num_physical)
         entries = tuple(int(expert) for expert in row)
-        live[layer] = LiveLayer(layer=layer, generation=AS_LOADED, digest=row_digest(layer, row), row=entries)
+        shares = as_values(even_shares(row[None], info.num_logical)[0]) if weighted else None
+        width = description.replica_table_width
         try:
-            layouts[layer] = check_layer(
-                layer, info, tensors[layer], tables[layer], num_physical, description.replica_table_width
-            )
+            layouts[layer] = check_layer(layer, info, tensors[layer], tables[layer], num_physical, width, weighted=weighted)
             check_loaded(layer, tables[layer], entries)
-            LayerTables.derive(entries, info.num_logical, description.replica_table_width, torch.device("cpu"))
+            LayerTables.derive(entries, info.num_logical, width, torch.device("cpu"), shares=shares)
+            if weighted:
+                shares = loaded_shares(layer, tables[layer], entries, info.num_logical)
         except InvalidInputError as error:
             problem = problem or str(error)
+        digest = row_digest(layer, row, as_array(shares))
+        live[layer] = LiveLayer(layer=layer, generation=AS_LOADED, digest=digest, row=entries, shares=shares)
     shape = RankShape(
         rank_id=description.address.rank_id,
         group_rank_ids=description.group_rank_ids,
@@ -84,6 +90,7 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
         },
         replica_table_width=description.replica_table_width,
         staging_bytes=config.staging_bytes,
+        weighted=weighted,
     )
     return EngineFacts(
         description=description,

@@ -177,6 +177,7 @@ class LatePort(ShadowPort):
                 physical_to_logical=real.physical_to_logical.clone(),
                 logical_to_physical=real.logical_to_physical.clone(),
                 replica_counts=real.replica_counts.clone(),
+                replica_shares=None if real.replica_shares is None else real.replica_shares.clone(),
             )
         return self._tables[layer]
 
@@ -189,6 +190,8 @@ class LatePort(ShadowPort):
             real.physical_to_logical.copy_(shadow.physical_to_logical)
             real.logical_to_physical.copy_(shadow.logical_to_physical)
             real.replica_counts.copy_(shadow.replica_counts)
+            if real.replica_shares is not None and shadow.replica_shares is not None:
+                real.replica_shares.copy_(shadow.replica_shares)
 
 
 class LateHook:

@@ -34,7 +34,8 @@ from eplb_service.control import (
 )
 from eplb_service.generation import LiveMap, as_loaded, live_digest
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId, chunk_epoch
-from eplb_service.placement import Placement, Table
+from eplb_service.placement import Int32Array, Placement, Table
+from eplb_service.replica_shares import Float32Array, as_array
 from tests.sim.world import World
 
 DEPLOYMENT = DeploymentId("sim")
@@ -77,6 +78,7 @@ class Fleet:
         self.num_logical = self.num_ranks * self.slots_per_rank - chance.choice([1, 2])
         self.vote_period = chance.choice([1, 2, 3])
         self.step_s = chance.choice([0.05, 0.15])
+        self.is_weighted = world.seed % 2 == 1
         first = chance.choice([0, 4])
         self.rank_ids = tuple(RankId(first + position) for position in range(self.num_ranks))
         self.listeners: list[Callable[[FromRank], None]] = []
@@ -106,18 +108,30 @@ class Fleet:
             rank_ids=self.rank_ids,
             slots_per_rank=self.slots_per_rank,
         )
-        return Placement((table,))
+        return Placement((table.with_even_shares() if self.is_weighted else table,))
 
     def random_target(self, live: Placement) -> Placement:
-        """Some layers get another covering row."""
+        """Some layers get another covering row; under weighted dispatch other shares too, or those alone."""
         chance = self.world.random
-        rows = {}
+        rows, shares = {}, {}
         for layer in chance.sample(LAYERS, chance.randint(1, len(LAYERS))):
+            if self.is_weighted and chance.random() < 0.4:
+                shares[layer] = self._random_shares(live.row(layer))
+                continue
             spare = self.num_ranks * self.slots_per_rank - self.num_logical
             row = [*range(self.num_logical), *(chance.randint(-1, self.num_logical - 1) for _ in range(spare))]
             chance.shuffle(row)
             rows[layer] = np.array(row, np.int32)
-        return live.with_rows(rows)
+            if self.is_weighted:
+                shares[layer] = self._random_shares(rows[layer])
+        return live.with_rows(rows, shares)
+
+    def _random_shares(self, row: Int32Array) -> Float32Array:
+        """Each expert's tokens split at random over its slots. Shape (P,)."""
+        weights = np.array([self.world.random.randint(1, 4) for _ in row], np.float64)
+        totals = np.bincount(row[row >= 0], weights=weights[row >= 0], minlength=self.num_logical)
+        shares: Float32Array = np.where(row >= 0, weights / totals[row], 0.0).astype(np.float32)
+        return shares
 
     def registrations(self) -> list[Registration]:
         layers = tuple(
@@ -136,7 +150,7 @@ class Fleet:
                 stage=0,
                 models=(ModelInfo(name="m", digest="d", manifest_digest="t", layers=layers),),
                 capacity=1.0,
-                dispatch="even",
+                dispatch="weighted" if self.is_weighted else "even",
                 vote_period=self.vote_period,
                 window_steps=8,
                 sub_windows=1,
@@ -176,6 +190,7 @@ class Fleet:
                 layers=shapes,
                 replica_table_width=self.num_ranks * self.slots_per_rank,
                 staging_bytes=self.staging_bytes,
+                weighted=self.is_weighted,
             )
             machine = ChunkMachine(address, shape, routed, weights_version=self.weights_version, off_reason="")
             self.ranks.append(Rank(address, machine, slots, routed))
@@ -208,8 +223,9 @@ class Fleet:
             return as_loaded(self.linear())
         survivor = next(rank for rank in self.ranks if not rank.is_dead)
         layers = [survivor.routed[layer] for layer in LAYERS]
-        placement = self.linear().with_rows({layer.layer: np.array(layer.row, np.int32) for layer in layers})
-        return LiveMap(placement, tuple(layer.generation for layer in layers))
+        rows = {layer.layer: np.array(layer.row, np.int32) for layer in layers}
+        shares = {layer.layer: given for layer in layers if (given := as_array(layer.shares)) is not None}
+        return LiveMap(self.linear().with_rows(rows, shares), tuple(layer.generation for layer in layers))
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         """Something of this life only."""
@@ -379,7 +395,10 @@ class Fleet:
             rank.slots[layer][slot] = expert
         first = self.rank_ids.index(rank.address.rank_id) * self.slots_per_rank
         for change in stage.layers:
-            before = rank.routed[change.layer].generation
+            live = rank.routed[change.layer]
+            before = live.generation
+            if change.new_row == live.row and change.new_shares != live.shares:
+                self.world.counts["shares alone flipped"] += 1
             self.world.require(
                 stage.generation > before, f"invariant 4: layer {change.layer} goes back from {before} to {stage.generation}"
             )
@@ -390,7 +409,11 @@ class Fleet:
             covered = set(change.new_row) - {-1} == set(range(self.num_logical))
             self.world.require(covered, f"invariant 3: layer {change.layer} lost an expert")
             rank.routed[change.layer] = LiveLayer(
-                layer=change.layer, generation=GenerationNumber(stage.generation), digest=change.new_digest, row=change.new_row
+                layer=change.layer,
+                generation=GenerationNumber(stage.generation),
+                digest=change.new_digest,
+                row=change.new_row,
+                shares=change.new_shares,
             )
         rank.map_changed()
         self._check_weights(rank, first)

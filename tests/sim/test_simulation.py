@@ -45,6 +45,7 @@ def test_invariants_hold_and_everything_resolves_under_faults() -> None:
         "planners killed",
         "rank crashes",
         "reloads",
+        "shares alone flipped",
         "stores lost",
         "streams broken",
         "take-overs",

@@ -16,6 +16,7 @@ class World:
     """The event queue of one simulated run. `is_calm`: faults are over; messages are slow at most, never lost."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self.random = random.Random(seed)
         self.now = 0.0
         self.is_calm = False

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agent.hook.stage_check import check_stage
 from eplb_service.control import LayerChange, RefusalCode
 from eplb_service.ids import LayerRef, RankId, chunk_id
+from eplb_service.placement import row_digest
+from eplb_service.replica_shares import as_array, even_shares
 from tests.unit.hook_chunk_parts import LAYER, OTHER, RANKS, ROW, copies, digest, live, shape, stage
 
 GOOD = stage(chunk_id(1, 1))
@@ -111,3 +114,60 @@ def test_only_what_arrives_here_counts_against_the_budget() -> None:
         "2 experts of 200 bytes exceed the staging budget of 199 bytes; use smaller chunks",
     )
     assert check_stage(GOOD, shape(RANKS[1], staging_bytes=0), live(), 0) is None  # its slots stay
+
+
+SHARES = (0.25, 0.5, 1.0, 1.0, 0.75, 0.5)
+
+
+def weighted(shares: tuple[float, ...] | None, *, row: tuple[int, ...] = ROW, **changes: Any) -> Any:
+    """A chunk that changes the shares, and the row if that is another."""
+    old = tuple(even_shares(np.array([ROW]), 4)[0].tolist())
+    change = LayerChange(
+        layer=LAYER,
+        old_digest=row_digest(LAYER, np.array(ROW), np.array(old, np.float32)),
+        new_digest=row_digest(LAYER, np.array(row), as_array(shares)),
+        new_row=row,
+        new_shares=shares,
+    )
+    return replace(GOOD, layers=(replace(change, **changes),), copies=copies(ROW, row))
+
+
+def check_weighted(made: Any) -> tuple[RefusalCode, str] | None:
+    shares = even_shares(np.array([ROW]), 4)[0]
+    known = live()[LAYER]
+    held = {LAYER: replace(known, digest=row_digest(LAYER, np.array(ROW), shares), shares=tuple(shares.tolist()))}
+    return check_stage(made, replace(shape(), weighted=True), held, 0)
+
+
+def test_shares_alone_or_with_other_slots_pass_on_a_weighted_engine() -> None:
+    assert weighted(SHARES).copies == ()
+    assert check_weighted(weighted(SHARES)) is None
+    assert check_weighted(weighted((1.0, 0.5, 1.0, 0.5, 0.5, 0.5), row=(1, 0, 2, 3, 3, 0))) is None
+
+
+@pytest.mark.parametrize(
+    ("made", "code", "words"),
+    [
+        (weighted(None), RefusalCode.INVALID, "it comes without shares, this engine dispatches by them"),
+        (weighted(SHARES[:-1]), RefusalCode.INVALID, "shape (layers, slots) = (1, 6); got float32 of shape (1, 5)"),
+        (
+            weighted((0.25, 0.5, 1.0, 1.0, 0.5, 0.5)),
+            RefusalCode.INVALID,
+            "the shares of expert 0 on its 2 slots add up to 0.75",
+        ),
+        (weighted((-1.0, 0.5, 1.0, 1.0, 2.0, 0.5)), RefusalCode.INVALID, "slot 0 has share -1.0"),
+        (weighted((float("nan"), *SHARES[1:])), RefusalCode.INVALID, "slot 0 has share nan"),
+        (weighted((1e300, *SHARES[1:])), RefusalCode.INVALID, "slot 0 has share inf"),
+        (weighted(SHARES, new_digest=digest(ROW)), RefusalCode.NEW_DIGEST, "the row has digest"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(made: Any, code: RefusalCode, words: str) -> None:
+    refusal = check_weighted(made)
+    assert refusal is not None
+    assert (refusal[0], words in refusal[1]) == (code, True), refusal
+
+
+def test_an_engine_with_another_dispatch_takes_no_shares() -> None:
+    change = replace(weighted(SHARES).layers[0], old_digest=digest(ROW))
+    code, reason = refused(replace(GOOD, layers=(change,), copies=()))
+    assert (code, "it comes with shares, this engine's dispatch knows none" in reason) == (RefusalCode.INVALID, True)

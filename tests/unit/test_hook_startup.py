@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from agent.hook.manifest import manifest_digest
 from agent.hook.startup import inspect
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, LayerRef
+from eplb_service.placement import row_digest
 from tests.integration.hook_fleet import LAYERS, NUM_LOGICAL, TinyEngine, describe, free_port
 
 ROOM = 1 << 12
@@ -87,6 +89,78 @@ def test_an_engine_that_is_not_what_it_says_can_move_nothing(spoil: Callable[[Ti
     made = engine()
     spoil(made)
     assert words in inspect(made, config()).problem
+
+
+def weighted(position: int = 0) -> TinyEngine:
+    """An engine that dispatches by shares: even ones, 0 beside the replicas."""
+    made = engine(position)
+    made.description = replace(made.description, dispatch="weighted")
+    for layer, tables in made.tables.items():
+        held = tables.logical_to_physical >= 0
+        made.tables[layer] = replace(tables, replica_shares=held / tables.replica_counts[:, None].float())
+    return made
+
+
+def shares_of(made: TinyEngine, layer: LayerRef) -> torch.Tensor:
+    shares = made.tables[layer].replica_shares
+    assert shares is not None
+    return shares
+
+
+def test_a_weighted_engine_is_live_with_the_shares_that_its_table_holds() -> None:
+    made = weighted()
+    facts = inspect(made, config())
+    assert facts.problem == ""
+    assert facts.shape.weighted
+    row = facts.live[LAYERS[0]].row
+    counts = [row.count(expert) for expert in row]
+    assert facts.live[LAYERS[0]].shares == tuple(1.0 / count for count in counts)
+    assert facts.live[LAYERS[0]].digest == row_digest(
+        LAYERS[0], np.array(row), np.array(facts.live[LAYERS[0]].shares, np.float32)
+    )
+    plain = inspect(engine(), config())
+    assert plain.live[LAYERS[0]].shares is None
+    assert plain.live[LAYERS[0]].digest != facts.live[LAYERS[0]].digest
+
+
+def _no_shares(made: TinyEngine) -> None:
+    made.tables[LAYERS[1]] = replace(made.tables[LAYERS[1]], replica_shares=None)
+
+
+def _narrow_shares(made: TinyEngine) -> None:
+    made.tables[LAYERS[1]] = replace(made.tables[LAYERS[1]], replica_shares=shares_of(made, LAYERS[1])[:, :2])
+
+
+def _double_shares(made: TinyEngine) -> None:
+    made.tables[LAYERS[1]] = replace(made.tables[LAYERS[1]], replica_shares=shares_of(made, LAYERS[1]).double())
+
+
+def _half_of_an_expert(made: TinyEngine) -> None:
+    shares_of(made, LAYERS[1])[4] /= 2
+
+
+def _share_of_no_replica(made: TinyEngine) -> None:
+    shares_of(made, LAYERS[1])[5, 3] = 0.25
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (_no_shares, "table replica_shares must be float32 of shape (6, 4); it is missing"),
+        (_narrow_shares, "it is torch.float32 of (6, 2)"),
+        (_double_shares, "it is torch.float64 of (6, 4)"),
+        (_half_of_an_expert, "layer tiny/4: the shares of expert 4 on its 1 slots add up to 0.5; they must add up to 1"),
+        (_share_of_no_replica, "gives replica 3 of expert 5 the share 0.25, but it has 1 replicas"),
+    ],
+)
+def test_a_weighted_engine_without_a_sound_table_of_shares_can_move_nothing(
+    spoil: Callable[[TinyEngine], None], words: str
+) -> None:
+    made = weighted()
+    spoil(made)
+    facts = inspect(made, config())
+    assert words in facts.problem
+    assert facts.live[LAYERS[1]].shares is not None, "the planner still learns by what it routes, as far as is known"
 
 
 def test_staging_for_less_than_one_layer_is_observe_only() -> None:

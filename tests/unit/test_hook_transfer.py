@@ -239,6 +239,37 @@ def test_a_flip_waits_for_staging_writes_weights_tables_and_derived_tensors_then
     assert after == addresses  # in place, fixed width: FastDeploy#4599
 
 
+def test_a_flip_writes_shares_in_the_order_of_the_replicas_in_place() -> None:
+    layout = ExpertLayout.of(LAYER, tensors())
+    tables = RoutingTables(
+        torch.tensor([0, 1, 0, -1]),
+        torch.tensor([[0, 2, -1], [1, -1, -1]]),
+        torch.tensor([2, 1]),
+        torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]),
+    )
+    assert tables.replica_shares is not None
+    view, address = tables.replica_shares[0], tables.replica_shares.data_ptr()
+    shares = (0.25, 1.0, 0.125, 0.625)
+    derived = LayerTables.derive((0, 1, 0, 0), 2, 3, torch.device("cpu"), shares=shares)
+    prepared = PreparedFlip((LayerFlip(LAYER, derived, (), ()),))
+    streams = RecordingStreams()
+    prepared.ready.record(streams)
+    port: Any = RecordingPort(streams.calls)
+    flip(prepared, port=port, streams=streams, tensors={LAYER: tensors()}, layouts={LAYER: layout}, tables={LAYER: tables})
+    assert tables.replica_shares.tolist() == [[0.25, 0.125, 0.625], [1.0, 0.0, 0.0]]
+    assert view.tolist() == [0.25, 0.125, 0.625]  # what a captured graph reads
+    assert tables.replica_shares.data_ptr() == address
+    assert tables.logical_to_physical.tolist() == [[0, 2, 3], [1, -1, -1]]
+    assert not [call for call in streams.calls if call.startswith("rederive")]
+
+
+def test_tables_without_shares_are_flipped_as_ever() -> None:
+    tables = RoutingTables(torch.tensor([0, 1]), torch.tensor([[0], [1]]), torch.tensor([1, 1]))
+    LayerTables.derive((1, 0), 2, 1, torch.device("cpu")).write(tables)
+    assert tables.logical_to_physical.tolist() == [[1], [0]]
+    assert tables.replica_shares is None
+
+
 def test_more_replicas_than_the_table_is_wide_are_never_written_fastdeploy_4599() -> None:
     with pytest.raises(InvalidInputError, match="2 wide"):
         LayerTables.derive((0, 0, 0, 1), 2, 2, torch.device("cpu"))

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +11,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from agent.engine.reference.exchange import ExpertExchange, choose_replicas
+from agent.engine.reference.dispatch import choose_replicas
+from agent.engine.reference.exchange import ExpertExchange
 from agent.engine.reference.experts import LayerExperts, check_row_independence, linear_row, load_layer
 from agent.engine.reference.model import checkpoint_digests, model_digest, resolve
+from agent.hook.routing import LayerTables
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from examples.tiny_moe.config import TinyMoeConfig
 from examples.tiny_moe.generate import run_experts
@@ -29,9 +33,15 @@ def model() -> TinyMoe:
     return TinyMoe(CONFIG, random_weights(CONFIG, seed=1))
 
 
-def layer_of(model: TinyMoe, row: list[int], *, position: int = 0, slots: int | None = None) -> LayerExperts:
+def layer_of(model: TinyMoe, row: list[int], *, position: int = 0, slots: int | None = None, **options: Any) -> LayerExperts:
     array = np.array(row, np.int32)
-    return load_layer(model, 0, array, position=position, slots=slots or len(row), table_width=len(row))
+    return load_layer(model, 0, array, position=position, slots=slots or len(row), table_width=len(row), **options)
+
+
+def split(layer: LayerExperts, row: list[int], shares: list[float]) -> None:
+    """Write shares into the layer's table, as a flip does."""
+    derived = LayerTables.derive(row, 6, len(row), torch.device("cpu"), shares=tuple(np.float32(s).item() for s in shares))
+    derived.write(layer.tables)
 
 
 @pytest.fixture
@@ -51,6 +61,54 @@ def test_replicas_take_turns_across_steps(model: TinyMoe) -> None:
         assert physical[-1] == 3
         served += torch.bincount(physical, minlength=8)
     assert served[[0, 6, 7]].tolist() == [20, 20, 20]
+
+
+def test_replicas_take_their_shares_of_tokens_that_come_one_by_one_and_in_batches(model: TinyMoe) -> None:
+    row, shares = [0, 1, 2, 3, 4, 5, 0, 0, 5], [0.1, 1, 1, 1, 1, 0.75, 0.6, 0.3, 0.25]
+    layer = layer_of(model, row, dispatch=Dispatch.WEIGHTED)
+    split(layer, row, shares)
+    served = torch.zeros(9, dtype=torch.int64)
+    sent = torch.zeros(6, dtype=torch.int64)
+    for step in range(400):
+        experts = torch.tensor([0] * (1 + step % 7) + [5] * (step % 2) + [3])
+        physical = choose_replicas(experts, layer, real=True)
+        assert torch.equal(torch.tensor(row)[physical], experts)
+        served += torch.bincount(physical, minlength=9)
+        sent += torch.bincount(experts, minlength=6)
+        wanted = sent[torch.tensor(row)] * torch.tensor(shares)
+        assert (served - wanted).abs().max() < 6, "never far from its share, however many came"
+    assert served.sum() == sent.sum()
+    assert (served - sent[torch.tensor(row)] * torch.tensor(shares)).abs().max() < 4
+
+
+def test_a_replica_without_a_share_gets_no_token_and_even_shares_are_how_the_engine_starts(model: TinyMoe) -> None:
+    row = [0, 1, 2, 3, 4, 5, 0, 0]
+    layer = layer_of(model, row, dispatch=Dispatch.WEIGHTED)
+    third = pytest.approx(1 / 3)
+    assert layer.slot_shares().tolist() == [third, 1, 1, 1, 1, 1, third, third]  # type: ignore[union-attr]
+    served = torch.bincount(choose_replicas(torch.zeros(3000, dtype=torch.int64), layer, real=True), minlength=8)
+    assert all(abs(int(count) - 1000) < 4 for count in served[[0, 6, 7]])
+    split(layer, row, [1 / 3, 1, 1, 1, 1, 1, 2 / 3, 0])
+    served = torch.bincount(choose_replicas(torch.zeros(3000, dtype=torch.int64), layer, real=True), minlength=8)
+    assert served[7] == 0
+    assert abs(int(served[6]) - 2000) < 4
+
+
+def test_nearest_replicas_take_turns_and_farther_ones_get_none(model: TinyMoe) -> None:
+    # ranks of two slots, two ranks a node; expert 0 lies on ranks 0, 1, 2 and 3 (twice), expert 5 on ranks 2 and 3
+    row = [0, 1, 2, 0, 3, 4, 5, 0, 0, 5]
+    nodes = ("a", "a", "b", "b", "c")
+    options: dict[str, Any] = {"slots": 2, "dispatch": Dispatch.NEAREST, "nodes": nodes}
+    experts = torch.tensor([0, 5] * 60)
+
+    def served(position: int) -> list[int]:
+        layer = layer_of(model, row, position=position, **options)
+        return torch.bincount(choose_replicas(experts, layer, real=True), minlength=10).tolist()
+
+    assert served(0) == [60, 0, 0, 0, 0, 0, 30, 0, 0, 30], "its own replica of expert 0; all of expert 5 are far: in turn"
+    assert served(2) == [0, 0, 0, 0, 0, 0, 60, 60, 0, 0], "rank 3 is the neighbour with both"
+    assert served(3) == [0, 0, 0, 0, 0, 0, 60, 60, 0, 0], "on its own rank"
+    assert served(4) == [0, 0, 0, 0, 0, 0, 0, 0, 60, 60], "on its own rank, a node by itself"
 
 
 def test_the_same_tokens_pick_the_same_replicas_again(model: TinyMoe) -> None:
@@ -105,6 +163,18 @@ def test_slots_are_filled_by_the_row_scales_included(model: TinyMoe) -> None:
 
 def test_the_linear_row_repeats_experts_from_the_first() -> None:
     assert linear_row(num_experts=3, num_physical=8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_a_flip_of_shares_alone_is_noticed_and_starts_a_new_count(model: TinyMoe) -> None:
+    row = [0, 1, 2, 3, 4, 5, 0]
+    layer = layer_of(model, row, dispatch=Dispatch.WEIGHTED)
+    layer.tokens += 5
+    assert not layer.notice_flip(3)
+    split(layer, row, [0.25, 1, 1, 1, 1, 1, 0.75])
+    assert layer.notice_flip(4)
+    assert layer.flip_boundary == 4
+    assert not layer.notice_flip(5)
+    assert (layer.tokens - layer.tokens_before_flip).tolist() == [0] * 7
 
 
 def test_a_flip_is_noticed_and_starts_a_new_count(model: TinyMoe) -> None:

@@ -7,8 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import DeploymentId, Phase, RankId
+
+DISPATCHES = (Dispatch.EVEN, Dispatch.NEAREST, Dispatch.WEIGHTED)
+"""What this engine can do; it numbers an expert's tokens and hashes none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +29,7 @@ class FleetConfig:
         run_directory: Short path; holds each rank's request socket and, after a failure, its reason.
         rendezvous_host, engine_port, hook_port: Where the first rank listens for the engine's process group, and may
             listen for the hook's own groups.
+        dispatch: How a token's replica is picked: `even` (in turn), `nearest` or `weighted` (see `reference.dispatch`).
         hook_sockets: Agent process's Unix socket for each rank; empty = no hook.
         hook_factory: `module:callable`, called as (port, rank config), that makes the hook in place of the real one.
             For tests: doubles, and negative controls that wrap the port.
@@ -50,6 +55,7 @@ class FleetConfig:
     hook_port: int
     model_name: str = "target"
     slots_per_rank: int = 0
+    dispatch: Dispatch = Dispatch.EVEN
     rendezvous_host: str = "127.0.0.1"
     hook_sockets: tuple[str, ...] = ()
     hook_factory: str = ""
@@ -81,6 +87,9 @@ class FleetConfig:
             raise InvalidInputError(
                 f"{len(self.hook_sockets)} hook sockets for {len(self.rank_ids)} ranks; give one each, or none"
             )
+        if self.dispatch not in DISPATCHES:
+            known = ", ".join(DISPATCHES)
+            raise InvalidInputError(f"dispatch is {self.dispatch!r}; this engine has {known}")
         if self.dummy_tokens not in (0, 1):
             raise InvalidInputError(f"dummy_tokens is {self.dummy_tokens}; a dummy batch has 0 or 1 token")
         for name in ("vote_period", "window_steps", "batch_max", "queue_max", "prefill_tokens_max"):

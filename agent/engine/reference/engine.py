@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agent.engine.reference.exchange import ExpertExchange, choose_replicas
+from agent.engine.reference.dispatch import choose_replicas
+from agent.engine.reference.exchange import ExpertExchange
 from agent.engine.reference.experts import LayerExperts
 from agent.engine.reference.model import RowSpan, ServedModel, TokenDraw, device_of
 from agent.engine.reference.scheduler import Generation

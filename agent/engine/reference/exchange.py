@@ -1,4 +1,4 @@
-"""From tokens to slots and back: the choice of a replica, and the exchange that carries rows over the ranks of the group.
+"""From slots to outputs and back: the exchange that carries rows over the ranks of the group.
 
 Rows are only moved, never added up on the way: each (token, choice) comes back as a row of its own, to the place where it
 started, and the source rank alone sums over choices. So no sum depends on where experts live (`docs/exactness.md`).
@@ -14,34 +14,6 @@ from torch import Tensor
 
 from agent.engine.reference.experts import LayerExperts
 from agent.engine.reference.model import ServedModel
-
-
-def choose_replicas(experts: Tensor, layer: LayerExperts, *, real: bool) -> Tensor:
-    """Pick a slot for every (token, choice): each expert's replicas in turn, so that they get equal shares.
-
-    Reads the tables that the hook writes, and advances `layer.tickets`; both in place, without synchronising the device.
-
-    Args:
-        experts: Shape (m,), int64: logical experts of all (token, choice), tokens in batch order.
-        layer: The layer's tables and tickets.
-        real: Whether these are tokens of requests; dummy ones take no tickets.
-
-    Returns:
-        Physical slots, shape (m,), int64.
-    """
-    num_experts = layer.tickets.numel()
-    order = torch.argsort(experts, stable=True)
-    by_expert = experts[order]
-    counts = torch.bincount(experts, minlength=num_experts)
-    first = torch.cumsum(counts, 0) - counts
-    # Number of the pair among those of its expert, in this batch and before.
-    ticket = torch.arange(experts.numel(), device=experts.device) - (first - layer.tickets)[by_expert]
-    replica = ticket % layer.tables.replica_counts[by_expert]
-    physical = torch.empty_like(experts)
-    physical[order] = layer.tables.logical_to_physical[by_expert, replica]
-    if real:
-        layer.tickets += counts
-    return physical
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from agent.engine.port import RoutingTables
 from agent.engine.reference.model import ServedModel, device_of, expert_digest
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.placement import Int32Array, logical_to_physical
+from eplb_service.replica_shares import Float32Array, even_shares, replica_shares, slot_shares
 
 
 @dataclass(slots=True, eq=False)
@@ -26,8 +28,11 @@ class LayerExperts:
         tables: Routing tables (`RoutingTables`), int64.
         tickets: Shape (E,), int64: (token, choice) pairs sent to each expert so far, the counter of the round robin.
         seen_row: Shape (P,), int64: the row at the last step, to see flips by.
+        dispatch: How it picks a replica (`reference.dispatch`).
+        nearness: Shape (P,), int64: 0 for slots of this rank, 1 for those of its node, 2 for the others.
+        seen_shares: Shape (E, width), float32: the shares at the last step; None without weighted dispatch.
         tokens: Shape (S,), int64: real (token, choice) pairs computed by each local slot since start.
-        tokens_before_flip: `tokens` when the row last changed.
+        tokens_before_flip: `tokens` when the row, or its shares, last changed.
         flip_boundary: Step boundary of that change; -1 = never.
         sent: Shape (P,), int64: real pairs that this rank sent to each slot since start.
     """
@@ -36,7 +41,10 @@ class LayerExperts:
     slots: dict[str, Tensor]
     tables: RoutingTables
     tickets: Tensor
+    dispatch: Dispatch
+    nearness: Tensor
     seen_row: Tensor
+    seen_shares: Tensor | None
     tokens: Tensor
     tokens_before_flip: Tensor
     sent: Tensor
@@ -57,13 +65,14 @@ class LayerExperts:
         return sum(tensor[0].nbytes for tensor in self.slots.values())
 
     def notice_flip(self, boundary: int) -> bool:
-        """Whether the row has changed since the last step; if so, start the count of tokens since the flip anew.
+        """Whether the row, or its shares, changed since the last step; if so, start the count of tokens since the flip anew.
 
         Raises:
             BrokenInvariantError: an expert has no replica: its tokens could go nowhere (invariant 3).
         """
-        row = self.tables.physical_to_logical
-        if torch.equal(row, self.seen_row):
+        row, shares = self.tables.physical_to_logical, self.tables.replica_shares
+        same_shares = shares is None or self.seen_shares is None or torch.equal(shares, self.seen_shares)
+        if same_shares and torch.equal(row, self.seen_row):
             return False
         counts = self.tables.replica_counts
         if int(counts.min()) < 1:
@@ -72,9 +81,19 @@ class LayerExperts:
                 f" since boundary {boundary}; row {row.tolist()}"
             )
         self.seen_row.copy_(row)
+        if shares is not None and self.seen_shares is not None:
+            self.seen_shares.copy_(shares)
         self.tokens_before_flip.copy_(self.tokens)
         self.flip_boundary = boundary
         return True
+
+    def slot_shares(self) -> Float32Array | None:
+        """Share of its expert's tokens that each slot takes, shape (P,); None without weighted dispatch."""
+        by_replica = self.tables.replica_shares
+        if by_replica is None:
+            return None
+        logical = self.tables.logical_to_physical.cpu().numpy()
+        return slot_shares(by_replica.cpu().numpy(), logical, num_physical=self.seen_row.numel())
 
     def slot_digests(self) -> tuple[int, ...]:
         """`expert_digest` of what lies in each local slot. Length S."""
@@ -87,7 +106,15 @@ def linear_row(*, num_experts: int, num_physical: int) -> Int32Array:
 
 
 def load_layer(
-    model: ServedModel, layer_id: int, row: Int32Array, *, position: int, slots: int, table_width: int
+    model: ServedModel,
+    layer_id: int,
+    row: Int32Array,
+    *,
+    position: int,
+    slots: int,
+    table_width: int,
+    dispatch: Dispatch = Dispatch.EVEN,
+    nodes: Sequence[str] = (),
 ) -> LayerExperts:
     """Fill a rank's slots of one layer from the checkpoint.
 
@@ -98,18 +125,23 @@ def load_layer(
         position: The rank's place in the group.
         slots: S.
         table_width: Most replicas of an expert that the tables can hold.
+        dispatch: How replicas are picked; a weighted engine starts with even shares.
+        nodes: Name of each rank's node; empty = all on one.
     """
     device = device_of(model)
     num_experts = model.config.num_experts
     held: Sequence[int] = row[position * slots : (position + 1) * slots].tolist()
     storage = {name: _gather(checkpoint, held) for name, checkpoint in sorted(model.expert_tensors(layer_id).items())}
     replicas = np.bincount(row[row >= 0], minlength=num_experts)
+    logical = logical_to_physical(row[None], num_experts, table_width)
+    shares = None
+    if dispatch is Dispatch.WEIGHTED:
+        shares = torch.from_numpy(replica_shares(even_shares(row[None], num_experts), logical)[0]).to(device)
     tables = RoutingTables(
         physical_to_logical=torch.from_numpy(row.astype(np.int64)).to(device),
-        logical_to_physical=torch.from_numpy(logical_to_physical(row[None], num_experts, table_width)[0].astype(np.int64)).to(
-            device
-        ),
+        logical_to_physical=torch.from_numpy(logical[0].astype(np.int64)).to(device),
         replica_counts=torch.from_numpy(replicas.astype(np.int64)).to(device),
+        replica_shares=shares,
     )
     zeros = torch.zeros(slots, dtype=torch.int64, device=device)
     return LayerExperts(
@@ -118,11 +150,22 @@ def load_layer(
         tables=tables,
         # Ranks start at different replicas: else every rank's first token of an expert meets at the same one.
         tickets=torch.full((num_experts,), position, dtype=torch.int64, device=device),
+        dispatch=dispatch,
+        nearness=_nearness(len(row) // slots, slots, position, nodes).to(device),
         seen_row=tables.physical_to_logical.clone(),
+        seen_shares=None if shares is None else shares.clone(),
         tokens=zeros,
         tokens_before_flip=zeros.clone(),
         sent=torch.zeros(len(row), dtype=torch.int64, device=device),
     )
+
+
+def _nearness(num_ranks: int, slots: int, position: int, nodes: Sequence[str]) -> Tensor:
+    """How far every slot is from a rank. Shape (P,), int64."""
+    same_node = [not nodes or node == nodes[position] for node in nodes or range(num_ranks)]
+    distance = torch.tensor([1 if near else 2 for near in same_node])
+    distance[position] = 0
+    return distance.repeat_interleave(slots)
 
 
 def _gather(checkpoint: Tensor, held: Sequence[int]) -> Tensor:

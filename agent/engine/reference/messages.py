@@ -112,10 +112,11 @@ class RankState(StrEnum):
 class LayerInspection:
     """What one layer of one rank holds and has served.
 
-    row: shape (P,), physical to logical as the dispatch reads it. row_digest: `placement.row_digest` of it.
+    row: shape (P,), physical to logical as the dispatch reads it. shares: shape (P,), of each slot, under weighted dispatch.
+    row_digest: `placement.row_digest` of both.
     slot_digests: shape (S,), `model.expert_digest` of the tensors in each local slot.
     tokens: shape (S,), (token, choice) pairs that each local slot computed since start, dummy tokens left out.
-    tokens_since_flip: the same since the layer's row last changed. flip_boundary: when that was; -1 = never.
+    tokens_since_flip: the same since the layer's row or shares last changed. flip_boundary: when that was; -1 = never.
     sent: shape (P,), (token, choice) pairs that this rank's own requests sent to each slot since start.
     """
 
@@ -128,6 +129,7 @@ class LayerInspection:
     tokens_since_flip: tuple[int, ...]
     flip_boundary: int
     sent: tuple[int, ...]
+    shares: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,7 +156,16 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
     # Wide enough for every map that covers all experts.
     width = num_physical - num_experts + 1
     return [
-        load_layer(model, layer_id, row, position=config.position, slots=slots, table_width=width)
+        load_layer(
+            model,
+            layer_id,
+            row,
+            position=config.position,
+            slots=slots,
+            table_width=width,
+            dispatch=Dispatch(config.fleet.dispatch),
+            nodes=config.fleet.nodes,
+        )
         for layer_id in model.moe_layer_ids()
     ]
 
@@ -215,7 +224,7 @@ def describe(
         stage=fleet.stage,
         models=(EngineModel(name=fleet.model_name, digest=digest, layers=infos, initial=initial),),
         capacity=fleet.capacity,
-        dispatch=Dispatch.EVEN,
+        dispatch=layers[0].dispatch,
         replica_table_width=int(layers[0].tables.logical_to_physical.shape[1]),
         rendezvous_host=fleet.rendezvous_host,
         rendezvous_port=fleet.hook_port,

@@ -24,6 +24,7 @@ from agent.engine.reference.scheduler import Progress, Scheduler
 from agent.engine.reference.wake import WakeMesh
 from eplb_service.ids import LayerRef
 from eplb_service.placement import row_digest
+from eplb_service.replica_shares import as_values
 
 
 class RankServer:
@@ -162,12 +163,13 @@ class RankServer:
 
 def inspect_layer(layer: LayerExperts, model_name: str, generation: int) -> LayerInspection:
     """What a layer holds and has served, read from its live tensors."""
-    row = layer.tables.physical_to_logical.cpu()
+    row, shares = layer.tables.physical_to_logical.cpu(), layer.slot_shares()
     return LayerInspection(
         layer_id=layer.layer_id,
         generation=generation,
         row=tuple(row.tolist()),
-        row_digest=row_digest(LayerRef(model_name, layer.layer_id), row.numpy()),
+        row_digest=row_digest(LayerRef(model_name, layer.layer_id), row.numpy(), shares),
+        shares=as_values(shares),
         slot_digests=layer.slot_digests(),
         tokens=tuple(layer.tokens.tolist()),
         tokens_since_flip=tuple((layer.tokens - layer.tokens_before_flip).tolist()),
