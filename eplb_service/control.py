@@ -13,7 +13,9 @@ from enum import StrEnum
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
 
 PROTOCOL_VERSION_MIN = 1
-PROTOCOL_VERSION_MAX = 1
+PROTOCOL_VERSION_MAX = 2
+PROTOCOL_VERSION_OF_SHARES = 2
+"""The first in which layers come with shares. Ranks with weighted dispatch need it; for all others 1 and 2 are the same."""
 
 PLANNER_PORT = 7470
 """Where a planner serves and its clients look, unless told otherwise."""

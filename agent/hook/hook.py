@@ -26,7 +26,7 @@ from agent.hook.vote import Voter
 from agent.transfer.gloo import first_line
 from agent.transfer.streams import streams_for
 from eplb_service import __version__
-from eplb_service.control import Arm, Pulse, Registration, ToRank
+from eplb_service.control import PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_OF_SHARES, Arm, Pulse, Registration, ToRank
 from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, LayerRef
@@ -382,6 +382,7 @@ class Hook:
             staging_bytes=config.staging_bytes if self._stager is not None else 0,
             replica_table_width=description.replica_table_width,
             weights_version=self._weights_version,
+            protocol_min=PROTOCOL_VERSION_OF_SHARES if self._facts.shape.weighted else PROTOCOL_VERSION_MIN,
         )
 
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────

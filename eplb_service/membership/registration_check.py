@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import isfinite
 
-from eplb_service.control import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, ModelInfo, Registration
+from eplb_service.control import (
+    PROTOCOL_VERSION_MAX,
+    PROTOCOL_VERSION_MIN,
+    PROTOCOL_VERSION_OF_SHARES,
+    ModelInfo,
+    Registration,
+)
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import ConflictError, InvalidInputError, UnsupportedError
 
@@ -22,11 +28,7 @@ def check_registration(registration: Registration, deployment: str) -> None:
     ids = registration.group_rank_ids
     if registration.deployment != deployment:
         raise InvalidInputError(f"rank {rank} registers for {registration.deployment!r}, not {deployment!r}")
-    if registration.protocol_max < PROTOCOL_VERSION_MIN or registration.protocol_min > PROTOCOL_VERSION_MAX:
-        raise UnsupportedError(
-            f"rank {rank} speaks protocol {registration.protocol_min}..{registration.protocol_max}, this planner"
-            f" {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}: upgrade the older side"
-        )
+    _check_protocol(registration)
     if rank not in ids or len(set(ids)) != len(ids) or not all(0 <= member <= _RANK_ID_MAX for member in ids):
         raise InvalidInputError(
             f"rank {rank} names the group {list(ids)}: give each rank once, itself among them, ids 0..{_RANK_ID_MAX}"
@@ -46,6 +48,21 @@ def check_registration(registration: Registration, deployment: str) -> None:
             " both must be 0 or more"
         )
     _check_models(registration)
+
+
+def _check_protocol(registration: Registration) -> None:
+    rank = registration.address.rank_id
+    theirs = f"{registration.protocol_min}..{registration.protocol_max}"
+    if registration.protocol_max < PROTOCOL_VERSION_MIN or registration.protocol_min > PROTOCOL_VERSION_MAX:
+        raise UnsupportedError(
+            f"rank {rank} speaks protocol {theirs}, this planner {PROTOCOL_VERSION_MIN}..{PROTOCOL_VERSION_MAX}:"
+            " upgrade the older side"
+        )
+    if registration.dispatch == Dispatch.WEIGHTED and registration.protocol_max < PROTOCOL_VERSION_OF_SHARES:
+        raise UnsupportedError(
+            f"rank {rank} dispatches by shares and speaks protocol {theirs}; shares came with {PROTOCOL_VERSION_OF_SHARES}:"
+            " upgrade the rank"
+        )
 
 
 def _check_models(registration: Registration) -> None:

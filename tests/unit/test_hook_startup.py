@@ -123,6 +123,11 @@ def test_a_weighted_engine_is_live_with_the_shares_that_its_table_holds() -> Non
     assert plain.live[LAYERS[0]].digest != facts.live[LAYERS[0]].digest
 
 
+def test_a_weighted_rank_asks_for_the_protocol_that_brought_shares() -> None:
+    made = [weighted(), engine()]
+    assert [Hook(port, config()).registration().protocol_min for port in made] == [2, 1]
+
+
 def _no_shares(made: TinyEngine) -> None:
     made.tables[LAYERS[1]] = replace(made.tables[LAYERS[1]], replica_shares=None)
 

@@ -161,8 +161,15 @@ def test_a_rank_that_disagrees_with_a_peer_is_refused_with_both_values(changes: 
 def test_protocol_ranges_without_a_common_version_are_refused() -> None:
     membership = Membership(DEPLOYMENT)
     join(membership, rank(0))
-    with pytest.raises(UnsupportedError, match=r"protocol 2\.\.3, this planner 1\.\.1"):
-        membership.handle(Registered(rank(1, protocol_min=2, protocol_max=3)), 0.0)
+    with pytest.raises(UnsupportedError, match=r"protocol 3\.\.4, this planner 1\.\.2"):
+        membership.handle(Registered(rank(1, protocol_min=3, protocol_max=4)), 0.0)
+
+
+def test_a_rank_of_the_release_before_shares_joins_unless_its_dispatch_is_weighted() -> None:
+    _, group = ready(rank(0, protocol_max=1), rank(1))
+    assert group.protocol == 1
+    with pytest.raises(UnsupportedError, match=r"dispatches by shares and speaks protocol 1\.\.1; shares came with 2"):
+        Membership(DEPLOYMENT).handle(Registered(rank(0, dispatch="weighted", protocol_max=1)), 0.0)
 
 
 @pytest.mark.parametrize(
