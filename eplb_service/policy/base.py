@@ -236,6 +236,31 @@ class FrontPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConstraintCosts:
+    """What soft groups and resilience cost in a plan, and what a move limit left undone.
+
+    off_node: replicas that are not on their group's node (where most of the group's replicas are), mean over layers; None = no
+    groups.
+    protected: experts that resilience asks for, over all layers; unprotected: those that are in one failure domain still.
+    slots_for_protection: second copies that load alone does not call for, mean over layers.
+    bound, bound_without: mean over layers of the lower bound on imbalance that copies allow (even split), with resilience and
+    without it: the difference is what it costs at least.
+    kept_faults: pins, bars and protected experts that the live placement breaks and the plan leaves so, since a limit on moves
+    may forbid mending; one sentence each, the first few.
+    num_kept_faults: how many there are.
+    """
+
+    off_node: float | None = None
+    protected: int = 0
+    unprotected: int = 0
+    slots_for_protection: float = 0.0
+    bound: float = 1.0
+    bound_without: float = 1.0
+    kept_faults: tuple[str, ...] = ()
+    num_kept_faults: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
     """A verified plan: the placement and what it would do.
 
@@ -243,8 +268,9 @@ class Proposal:
     lower_bound: per layer, no placement of these slots is better (under even split).
     moves: residencies moved and their bytes by link kind.
     moves_lower_bound: proven least moves of any placement within the problem's max_imbalance, over all layers; None = unknown.
-    front: the Pareto front by ascending moves, this plan and keeping the current placement among it; empty = not asked for, or
-    the policy has none.
+    front: the Pareto front by ascending moves, this plan among it, and keeping the current placement where that is legal;
+    empty = not asked for, or the policy has none.
+    costs: of soft groups and resilience; None = neither was asked for and no fault was kept.
     """
 
     policy: str
@@ -258,6 +284,7 @@ class Proposal:
     cut_off: bool
     moves_lower_bound: int | None = None
     front: tuple[FrontPoint, ...] = ()
+    costs: ConstraintCosts | None = None
 
 
 class LoadShape(Enum):

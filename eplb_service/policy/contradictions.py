@@ -22,6 +22,7 @@ Int64Array = npt.NDArray[np.int64]
 
 def check_constraints(problem: PlanningProblem, limits: Limits) -> None:
     """Raises InvalidInputError naming two constraints that contradict one another, with the numbers and what to change."""
+    _check_groups_divide(problem)
     if limits.protected is not None:
         _check_resilience(problem, limits, limits.protected)
     if limits.pins.size:
@@ -29,7 +30,8 @@ def check_constraints(problem: PlanningProblem, limits: Limits) -> None:
     if limits.bars.size:
         _check_bars(problem, limits)
     if has_strict_groups(problem):
-        _check_groups(problem, limits)
+        _check_strict_groups(problem, limits)
+        _check_pins_of_groups(problem, limits)
     if limits.pins.size and limits.protected is not None:
         _check_pins_beside_protection(problem, limits, limits.protected)
     if not problem.from_nothing:
@@ -195,10 +197,40 @@ def copies_needed(pinned: BoolArray, protected: BoolArray, domain_of: Int64Array
     return needed
 
 
-def _check_groups(problem: PlanningProblem, limits: Limits) -> None:
+def _check_groups_divide(problem: PlanningProblem) -> None:
+    """Groups of equal size."""
+    num_groups, num_logical = problem.constraints.num_groups, problem.current.num_logical
+    if num_groups is not None and (num_groups < 1 or num_logical % num_groups):
+        raise InvalidInputError(
+            f"{num_logical} experts do not divide into {num_groups} groups; give a divisor of {num_logical}"
+        )
+
+
+def _check_strict_groups(problem: PlanningProblem, limits: Limits) -> None:
+    """As many groups to each node that serves, and room for their experts there."""
+    num_groups, topology = problem.constraints.num_groups or 1, problem.topology
+    node_of = np.array(topology.node_indices)
+    nodes = np.unique(node_of[limits.room > 0])
+    if num_groups % nodes.size:
+        raise InvalidInputError(
+            f"{num_groups} expert groups do not divide over {nodes.size} nodes that serve ({topology.num_ranks} ranks);"
+            f" plan without groups, give them a price (soft), or use a number of nodes that divides {num_groups}"
+        )
+    needed = problem.current.num_logical // nodes.size
+    for node in nodes.tolist():
+        room = int(limits.room[node_of == node].sum())
+        if room < needed:
+            raise InvalidInputError(
+                f"node {topology.node_names[node]!r} has {room} usable slots on {int((node_of == node).sum())} ranks"
+                f" but {num_groups // nodes.size} of {num_groups} groups are {needed} experts;"
+                f" give it more slots, plan without groups or give them a price (soft)"
+            )
+
+
+def _check_pins_of_groups(problem: PlanningProblem, limits: Limits) -> None:
     """Pins of a strict group on one node; not more pinned groups on a node than it gets."""
     table, num_groups = problem.current, problem.constraints.num_groups or 1
-    if table.num_logical % num_groups or not limits.pins.size:
+    if not limits.pins.size:
         return
     size = table.num_logical // num_groups
     nodes, node_of = problem.topology.node_names, np.array(problem.topology.node_indices)

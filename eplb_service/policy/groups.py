@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.errors import InvalidInputError
-from eplb_service.policy import kernels
+from eplb_service.policy import exchanges, kernels
 from eplb_service.policy.base import FailureDomain, PlanningProblem
 from eplb_service.policy.contradictions import has_strict_groups
 from eplb_service.policy.limits import Limits
@@ -21,37 +20,10 @@ Part = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
 def nodes_for_groups(problem: PlanningProblem, limits: Limits) -> tuple[int, ...]:
-    """Indices of the nodes that serve, when groups matter, strict or soft; () when there are none.
-
-    Raises InvalidInputError naming experts, groups, nodes and slots when experts do not divide into groups, or strict groups do
-    not divide over nodes or fit them. Soft groups need neither: nodes get as even numbers of them as possible.
-    """
-    num_groups, num_logical = problem.constraints.num_groups, problem.current.num_logical
-    if num_groups is None or num_groups == 1:
+    """Indices of the nodes that serve, when groups matter, strict or soft; () when there are none."""
+    if (problem.constraints.num_groups or 1) == 1:
         return ()
-    if num_groups < 1 or num_logical % num_groups:
-        raise InvalidInputError(
-            f"{num_logical} experts do not divide into {num_groups} groups; give a divisor of {num_logical}"
-        )
-    node_of = np.array(problem.topology.node_indices)
-    nodes = tuple(sorted(set(node_of[limits.room > 0].tolist())))
-    if not has_strict_groups(problem):
-        return nodes
-    if num_groups % len(nodes):
-        raise InvalidInputError(
-            f"{num_groups} expert groups do not divide over {len(nodes)} nodes that serve ({problem.topology.num_ranks} ranks);"
-            f" plan without groups, give them a price (soft), or use a number of nodes that divides {num_groups}"
-        )
-    needed = num_logical // len(nodes)
-    for node in nodes:
-        room = int(limits.room[node_of == node].sum())
-        if room < needed:
-            raise InvalidInputError(
-                f"node {problem.topology.node_names[node]!r} has {room} usable slots on {int((node_of == node).sum())} ranks"
-                f" but {num_groups // len(nodes)} of {num_groups} groups are {needed} experts;"
-                f" give it more slots, plan without groups or give them a price (soft)"
-            )
-    return nodes
+    return tuple(sorted(set(np.array(problem.topology.node_indices)[limits.room > 0].tolist())))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +47,7 @@ class Layout:
 
     @classmethod
     def of(cls, problem: PlanningProblem, limits: Limits) -> Layout:
-        """Raises InvalidInputError when experts, groups, nodes and slots do not divide or fit."""
+        """The layout of a problem; `limits_of` has checked that experts, groups, nodes and slots divide and fit."""
         nodes = nodes_for_groups(problem, limits)
         node_of = np.array(problem.topology.node_indices, np.int64)
         resilience = problem.constraints.resilience
@@ -115,7 +87,7 @@ class Layout:
         bins = kernels.pack(group_load, np.ones(self.num_groups, np.int64), room, capacity, each, DISTINCT)
         ways = [bins]
         improved = bins.copy()
-        if kernels.improve(improved, group_load, room, capacity, DISTINCT, self.num_groups * len(self.nodes)):
+        if exchanges.improve(improved, group_load, room, capacity, DISTINCT, self.num_groups * len(self.nodes)):
             ways = [improved, bins]
         ranks = [serving[self.node_of[serving] == node] for node in self.nodes]
         return [

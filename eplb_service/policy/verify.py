@@ -1,6 +1,7 @@
 """Checks what a policy returned and computes what it would do: nothing that a policy says of itself is believed.
 
-Imports only topology, placement, imbalance, dispatch, moves, limits and bounds, each tested against a slow oracle.
+Imports no search: only topology, placement, imbalance, dispatch, moves, the arithmetic of constraints (`limits`,
+`contradictions`, `row_check`, `plan_costs`) and bounds, each tested against a slow oracle.
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import imbalance_of
+from eplb_service.dispatch import Dispatch, check_shares, imbalance_of
 from eplb_service.errors import PolicyFailedError
 from eplb_service.imbalance import Imbalance
-from eplb_service.moves import residency_moves
+from eplb_service.moves import NO_MOVES, residency_moves
 from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
-from eplb_service.policy.base import PlanningProblem, Proposal, RawPlan
+from eplb_service.policy.base import FrontPoint, PlanningProblem, Proposal, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
-from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.limits import Limits, limits_of
+from eplb_service.policy.plan_costs import costs_of
+from eplb_service.policy.row_check import Changes, limits_may_forbid, move_fault, row_faults
 
 BOUND_TOLERANCE = 1e-6
 """A claimed bound may exceed the imbalance of the very plan by rounding only (relative)."""
@@ -35,12 +38,15 @@ def _checked_plan(raw: object, policy: str) -> RawPlan:
     cut_off: object = raw.cut_off
     if not isinstance(status, str) or not isinstance(cut_off, bool):
         raise _fail(policy, f"status {status!r} and cut_off {cut_off!r} instead of a word and a yes or no")
+    for name in ("lower_bound", "moves_lower_bound", "front"):
+        given: object = getattr(raw, name)
+        if not isinstance(given, tuple | list):
+            raise _fail(policy, f"{name} is a {type(given).__name__} instead of a tuple")
     return raw
 
 
-def _checked_map(raw: RawPlan, problem: PlanningProblem, policy: str) -> Int32Array:
-    """The map of a plan, shape (L, P), int32, or PolicyFailedError."""
-    given: object = raw.physical_to_logical
+def _checked_map(given: object, problem: PlanningProblem, policy: str) -> Int32Array:
+    """A map, shape (L, P), int32, or PolicyFailedError."""
     if not isinstance(given, np.ndarray):
         raise _fail(policy, f"physical_to_logical is a {type(given).__name__} instead of an array")
     table = problem.current
@@ -61,50 +67,56 @@ def _checked_map(raw: RawPlan, problem: PlanningProblem, policy: str) -> Int32Ar
     return array.astype(np.int32)
 
 
-def _check_rows(rows: Int32Array, problem: PlanningProblem, limits: Limits, policy: str) -> None:
-    """Every row within the limits. A row that stays as it is may keep duplicates that it has, nothing worse."""
-    table = problem.current
-    for layer, row in enumerate(rows):
-        fault = row_fault(row, limits, table.num_logical)
-        if fault is None:
-            continue
-        unchanged = np.array_equal(row, table.physical_to_logical[layer])
-        if unchanged and row_fault(row, limits.without_copy_rules(), table.num_logical) is None:
-            continue
-        raise _fail(policy, f"layer {table.layer_ids[layer]}: {fault}")
-    groups = problem.constraints.num_groups
-    if groups is not None and groups > 1:
-        _check_groups(rows, problem, groups, policy)
+def _checked_table(rows: Int32Array, shares: object, problem: PlanningProblem, policy: str) -> Table:
+    """The placement that a map and its shares make, or PolicyFailedError."""
+    current = problem.current
+    table = Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, rows)
+    if shares is None:
+        return table
+    if problem.dispatch is not Dispatch.WEIGHTED:
+        raise _fail(policy, f"shares for an engine that dispatches by {problem.dispatch.value}, not by weights")
+    fault = check_shares(table, shares)
+    if fault is not None:
+        raise _fail(policy, fault)
+    given = np.asarray(shares, np.float32)
+    return Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, rows, given)
 
 
-def _check_groups(rows: Int32Array, problem: PlanningProblem, num_groups: int, policy: str) -> None:
-    """The experts of each group on one node, in every row that changes."""
-    table = problem.current
-    node_of_slot = np.repeat(np.array(problem.topology.node_indices), table.slots_per_rank)
-    size = table.num_logical // num_groups
-    for layer, row in enumerate(rows):
-        if np.array_equal(row, table.physical_to_logical[layer]):
-            continue
-        used = row >= 0
-        nodes = {(int(expert) // size, int(node)) for expert, node in zip(row[used], node_of_slot[used], strict=True)}
-        if len(nodes) > num_groups:
-            spread = next(group for group in range(num_groups) if sum(1 for other, _ in nodes if other == group) > 1)
-            raise _fail(
-                policy, f"layer {table.layer_ids[layer]}: expert group {spread} of {num_groups} is spread over several nodes"
-            )
+def _predicted(table: Table, problem: PlanningProblem) -> Imbalance:
+    """Imbalance of the summed loads under the deployment's dispatch."""
+    return imbalance_of(problem.total_loads, table, problem.topology, problem.dispatch, problem.source_loads)
 
 
-def _bounds(raw: RawPlan, problem: PlanningProblem, limits: Limits, after: Imbalance, policy: str) -> Imbalance:
+def _checked_point(
+    rows: Int32Array, shares: object, problem: PlanningProblem, limits: Limits, policy: str
+) -> tuple[FrontPoint, tuple[str, ...]]:
+    """A placement that respects every constraint, with what it would do; and the faults of the live one that it keeps."""
+    table = _checked_table(rows, shares, problem, policy)
+    moves = residency_moves(problem.current, table, problem.topology, problem.expert_bytes)
+    changes = Changes.between(rows, problem, limits, moves)
+    fault, kept = row_faults(rows, problem, limits, may_keep=limits_may_forbid(changes, problem, limits))
+    fault = fault or move_fault(changes, problem)
+    if fault is not None:
+        raise _fail(policy, fault)
+    return FrontPoint(placement=table, predicted=_predicted(table, problem), moves=moves), kept
+
+
+def _bounds(
+    raw: RawPlan, rows: Int32Array, problem: PlanningProblem, limits: Limits, after: Imbalance, policy: str
+) -> Imbalance:
     """The better of the combinatorial bound and the policy's own claim, which its own plan must not refute."""
     bounds = imbalance_bounds(problem, limits)
     if not raw.lower_bound:
         return Imbalance(bounds)
     if len(raw.lower_bound) != problem.current.num_layers:
         raise _fail(policy, f"{len(raw.lower_bound)} lower bounds for {problem.current.num_layers} layers")
-    even = imbalance_of(problem.total_loads, _with_rows(problem.current, raw.physical_to_logical), problem.topology)
+    even = imbalance_of(problem.total_loads, _checked_table(rows, None, problem, policy), problem.topology)
     best = []
     for layer, (own, claimed, reached) in enumerate(zip(bounds, raw.lower_bound, even.per_layer, strict=True)):
-        if not math.isfinite(claimed) or claimed > reached * (1 + BOUND_TOLERANCE):
+        given: object = claimed
+        if not isinstance(given, int | float | np.floating | np.integer) or not math.isfinite(given):
+            raise _fail(policy, f"layer {problem.current.layer_ids[layer]}: claims that no placement is below {given!r}")
+        if claimed > reached * (1 + BOUND_TOLERANCE):
             raise _fail(
                 policy,
                 f"layer {problem.current.layer_ids[layer]}: claims that no placement is below {claimed},"
@@ -114,36 +126,99 @@ def _bounds(raw: RawPlan, problem: PlanningProblem, limits: Limits, after: Imbal
     return Imbalance(tuple(min(bound, reached) for bound, reached in zip(best, after.per_layer, strict=True)))
 
 
-def _with_rows(table: Table, rows: npt.NDArray[np.integer]) -> Table:
-    return Table(table.model, table.layer_ids, table.num_logical, table.rank_ids, rows.astype(np.int32))
+def _moves_bound(
+    raw: RawPlan, points: tuple[FrontPoint, ...], problem: PlanningProblem, limits: Limits, policy: str
+) -> int | None:
+    """The policy's claim on the fewest moves to the target, which no placement at hand must refute; None = no claim, no target.
+
+    points: placements known to be legal.
+    """
+    if not raw.moves_lower_bound:
+        return None
+    table = problem.current
+    if len(raw.moves_lower_bound) != table.num_layers:
+        raise _fail(policy, f"{len(raw.moves_lower_bound)} lower bounds on moves for {table.num_layers} layers")
+    for layer, claimed in enumerate(raw.moves_lower_bound):
+        given: object = claimed
+        if isinstance(given, bool) or not isinstance(given, int | np.integer) or given < 0:
+            raise _fail(policy, f"layer {table.layer_ids[layer]}: claims at least {given!r} moves; give a whole number from 0")
+    if problem.max_imbalance is None:
+        return None
+    for point in points:
+        changes = Changes.between(point.placement.physical_to_logical, problem, limits, point.moves)
+        moved, reached = changes.received.sum(axis=1), np.array(point.predicted.per_layer)
+        refuted = np.flatnonzero((reached <= problem.max_imbalance) & (np.array(raw.moves_lower_bound) > moved))
+        if refuted.size:
+            layer = int(refuted[0])
+            raise _fail(
+                policy,
+                f"layer {table.layer_ids[layer]}: claims that no placement within {problem.max_imbalance} takes fewer than"
+                f" {raw.moves_lower_bound[layer]} moves, its own has {reached[layer]:.6f} with {moved[layer]}",
+            )
+    return sum(int(claimed) for claimed in raw.moves_lower_bound)
+
+
+def _current_point(problem: PlanningProblem, limits: Limits) -> FrontPoint | None:
+    """Keeping what is there, None where that is not legal."""
+    nothing = np.zeros((problem.current.num_layers, problem.current.num_ranks), np.int64)
+    may_keep = limits_may_forbid(Changes(received=nothing, layers=0, summary=NO_MOVES), problem, limits)
+    fault, _ = row_faults(problem.current.physical_to_logical, problem, limits, may_keep=may_keep)
+    if fault is not None:
+        return None
+    return FrontPoint(placement=problem.current, predicted=_predicted(problem.current, problem), moves=NO_MOVES)
+
+
+def _front(raw: RawPlan, plan: FrontPoint, problem: PlanningProblem, limits: Limits, policy: str) -> tuple[FrontPoint, ...]:
+    """The plan, keeping what is there (where that is legal) and the policy's other points, each checked like the plan.
+
+    Points that another one beats or equals in moves, mean and worst layer are dropped, but for the plan and the current one.
+    """
+    if not problem.front or not raw.front:
+        return ()
+    current = _current_point(problem, limits)
+    fixed = [plan] if current is None or current.placement == plan.placement else [current, plan]
+    others = [_checked_point(_checked_map(given, problem, policy), None, problem, limits, policy)[0] for given in raw.front]
+    points = list(fixed)
+    for point in sorted(others, key=_rank_of):
+        if not any(_beats(known, point) for known in points):
+            points = [known for known in points if known in fixed or not _beats(point, known)] + [point]
+    return tuple(sorted(points, key=_rank_of))
+
+
+def _rank_of(point: FrontPoint) -> tuple[int, float, float]:
+    """Order of points on a front."""
+    return point.moves.experts, point.predicted.mean, point.predicted.worst
+
+
+def _beats(one: FrontPoint, other: FrontPoint) -> bool:
+    """Whether a point is no worse than another in moves, mean and worst layer."""
+    return all(mine <= theirs for mine, theirs in zip(_rank_of(one), _rank_of(other), strict=True))
 
 
 def verify(problem: PlanningProblem, raw: object, *, policy: str, solve_s: float) -> Proposal:
     """The proposal that a policy's answer amounts to. Raises PolicyFailedError naming layer, slot and numbers.
 
-    Checked: types, shape, id range, every expert placed, dead and unusable slots empty, no expert twice on a rank, replicas
-    within the engine's table, groups on one node, moves within max_moves (unless the problem starts from nothing), bounds that
-    the plan itself does not refute. A layer whose row is unchanged may keep duplicates that it already had.
+    Checked, for the plan and every point of its front: types, shape, id range, every expert placed, dead and unusable slots
+    empty, no expert twice on a rank, replicas within the engine's table, strict groups on one node, pins, bars and resilience,
+    all limits on moves (unless the problem starts from nothing); shares; bounds that no placement at hand refutes. What a row
+    may keep as it is: see `row_check`.
     """
     limits = limits_of(problem)
     plan = _checked_plan(raw, policy)
-    rows = _checked_map(plan, problem, policy)
-    _check_rows(rows, problem, limits, policy)
-    after_table = _with_rows(problem.current, rows)
-    moves = residency_moves(problem.current, after_table, problem.topology, problem.expert_bytes)
-    most = problem.constraints.max_moves
-    if most is not None and not problem.from_nothing and moves.experts > most:
-        raise _fail(policy, f"{moves.experts} moves; at most {most} are allowed")
-    loads = problem.total_loads
-    after = imbalance_of(loads, after_table, problem.topology, problem.dispatch)
+    rows = _checked_map(plan.physical_to_logical, problem, policy)
+    point, kept = _checked_point(rows, plan.shares, problem, limits, policy)
+    front = _front(plan, point, problem, limits, policy)
     return Proposal(
         policy=policy,
-        placement=after_table,
-        before=imbalance_of(loads, problem.current, problem.topology, problem.dispatch),
-        predicted=after,
-        lower_bound=_bounds(plan, problem, limits, after, policy),
-        moves=moves,
+        placement=point.placement,
+        before=_predicted(problem.current, problem),
+        predicted=point.predicted,
+        lower_bound=_bounds(plan, rows, problem, limits, point.predicted, policy),
+        moves=point.moves,
         solve_s=solve_s,
         status=plan.status,
         cut_off=plan.cut_off,
+        moves_lower_bound=_moves_bound(plan, (point, *front), problem, limits, policy),
+        front=front,
+        costs=costs_of(rows, problem, limits, kept),
     )

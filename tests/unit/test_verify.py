@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, PolicyFailedError
@@ -13,8 +15,10 @@ from eplb_service.ids import RankId
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, PlanningProblem, Proposal, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
+from eplb_service.policy.limits import limits_of
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
+from tests.unit.constraint_oracle import is_acceptable, is_clean, promises_broken, tiny_problems
 
 RANKS = tuple(RankId(rank) for rank in (7, 3))
 CURRENT = Table("m", (3, 9), 3, RANKS, np.array([[0, 1, 2, 0], [0, 1, 2, 0]], np.int32))
@@ -124,3 +128,28 @@ def test_bound_under_nearest_dispatch_is_only_the_mean() -> None:
     three = replace(even, constraints=Constraints(max_replicas=1))
     assert imbalance_bounds(three)[0] == pytest.approx(100 / 51)
     assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == 1.0
+
+
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(tiny_problems(), st.data())
+def test_accepts_what_a_reader_of_slots_accepts_and_nothing_else(problem: PlanningProblem, data: st.DataObject) -> None:
+    try:
+        limits_of(problem)
+    except InvalidInputError:
+        return
+    expert = st.integers(-1, problem.current.num_logical - 1)
+    rows = problem.current.physical_to_logical.tolist()
+    if data.draw(st.booleans()):
+        rows = data.draw(st.lists(st.permutations(rows[0]), min_size=len(rows), max_size=len(rows)))
+    for _ in range(data.draw(st.integers(0, 4))):
+        row, slot = data.draw(st.integers(0, len(rows) - 1)), data.draw(st.integers(0, len(rows[0]) - 1))
+        rows[row][slot] = data.draw(expert)
+    try:
+        proposal = check(of(rows), problem)
+    except PolicyFailedError:
+        assert not is_clean(rows, problem)
+    else:
+        assert is_acceptable(rows, problem)
+        assert (proposal.costs is not None and proposal.costs.num_kept_faults > 0) == any(
+            promises_broken(row, layer, problem) for layer, row in enumerate(rows)
+        )

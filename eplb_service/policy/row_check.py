@@ -1,0 +1,130 @@
+"""Whether the rows of a map respect a problem's constraints, and its moves the limits on moves; part of `verify`.
+
+A row that stays as it is may keep duplicates, too many copies and groups on several nodes that it has: mending those costs
+moves that nobody asked for. A pin that is not met, a barred expert that is held and a protected expert in one failure domain
+must be mended; the plan may leave them only where the live row has the very same fault and a limit on moves may forbid mending.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.moves import MoveSummary
+from eplb_service.placement import EMPTY_SLOT, Int32Array
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.contradictions import has_strict_groups
+from eplb_service.policy.limits import Limits, broken_promises, row_fault
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Changes:
+    """What a map changes.
+
+    received: residencies that were not there, shape (L, R). layers: rows in which a usable slot differs.
+    """
+
+    received: Int64Array
+    layers: int
+    summary: MoveSummary
+
+    @classmethod
+    def between(cls, rows: Int32Array, problem: PlanningProblem, limits: Limits, summary: MoveSummary) -> Changes:
+        """From the live map to a new one. Rows: shape (L, P)."""
+        new = _residencies(rows, problem)
+        received = (new & ~_residencies(problem.current.physical_to_logical, problem)).sum(axis=2)
+        differs = (rows != problem.current.physical_to_logical) & limits.usable.reshape(-1)[None, :]
+        return cls(received=received, layers=int(differs.any(axis=1).sum()), summary=summary)
+
+
+def _residencies(rows: Int32Array, problem: PlanningProblem) -> npt.NDArray[np.bool_]:
+    """Whether a rank holds an expert. Shape (L, R, E)."""
+    table = problem.current
+    held = np.zeros((table.num_layers, table.num_ranks, table.num_logical + 1), np.bool_)
+    layer, rank, slot = np.indices((table.num_layers, table.num_ranks, table.slots_per_rank))
+    held[layer, rank, rows.reshape(layer.shape)[layer, rank, slot]] = True
+    return held[:, :, :-1]
+
+
+def move_fault(changes: Changes, problem: PlanningProblem) -> str | None:
+    """Which limit on moves a plan breaks, None when it keeps all."""
+    if problem.from_nothing:
+        return None
+    constraints, table = problem.constraints, problem.current
+    experts, received = changes.summary.experts, changes.received
+    if constraints.max_moves is not None and experts > constraints.max_moves:
+        return f"{experts} moves; at most {constraints.max_moves} are allowed"
+    if constraints.max_move_bytes is not None and changes.summary.move_bytes > constraints.max_move_bytes:
+        return f"{changes.summary.move_bytes} bytes to move; at most {constraints.max_move_bytes} are allowed"
+    if constraints.max_layers is not None and changes.layers > constraints.max_layers:
+        return f"{changes.layers} layers change; at most {constraints.max_layers} may"
+    per_layer, per_rank = received.sum(axis=1), received.sum(axis=0)
+    if constraints.max_moves_per_layer is not None and int(per_layer.max()) > constraints.max_moves_per_layer:
+        worst = int(per_layer.argmax())
+        return (
+            f"layer {table.layer_ids[worst]}: {per_layer[worst]} moves; at most {constraints.max_moves_per_layer} are allowed"
+        )
+    if constraints.max_moves_per_rank is not None and int(per_rank.max()) > constraints.max_moves_per_rank:
+        worst = int(per_rank.argmax())
+        return f"rank {table.rank_ids[worst]} takes in {per_rank[worst]} experts; at most {constraints.max_moves_per_rank} may"
+    return None
+
+
+def limits_may_forbid(changes: Changes, problem: PlanningProblem, limits: Limits) -> bool:
+    """Whether the limits on moves leave less than rewriting one whole layer may take, so that mending it may be forbidden."""
+    if problem.from_nothing:
+        return False
+    constraints, row = problem.constraints, limits.num_slots
+    left: list[tuple[int | None, int, int]] = [
+        (constraints.max_moves, changes.summary.experts, row),
+        (constraints.max_move_bytes, changes.summary.move_bytes, row * max(problem.expert_bytes, default=0)),
+        (constraints.max_layers, changes.layers, 1),
+        (constraints.max_moves_per_layer, 0, row),
+        (constraints.max_moves_per_rank, int(changes.received.sum(axis=0).max()), int(limits.room.max())),
+    ]
+    return any(most is not None and most - spent < wanted for most, spent, wanted in left)
+
+
+def row_faults(
+    rows: Int32Array, problem: PlanningProblem, limits: Limits, *, may_keep: bool
+) -> tuple[str | None, tuple[str, ...]]:
+    """The first fault that cannot stand (None = none), and faults that the live rows have and that may stay.
+
+    may_keep: whether limits on moves may forbid mending.
+    """
+    table = problem.current
+    live = np.where(limits.usable.reshape(-1)[None, :], table.physical_to_logical, EMPTY_SLOT)
+    kept: list[str] = []
+    for layer, row in enumerate(rows):
+        name = f"layer {table.layer_ids[layer]}"
+        unchanged = np.array_equal(row, live[layer])
+        fault = row_fault(row, limits, table.num_logical)
+        if fault is not None and not (unchanged and row_fault(row, limits.without_copy_rules(), table.num_logical) is None):
+            return f"{name}: {fault}", ()
+        broken = broken_promises(row, limits, layer, table.num_logical)
+        if broken:
+            known = broken_promises(live[layer], limits, layer, table.num_logical)
+            for key, told in broken.items():
+                if key not in known or not may_keep:
+                    return f"{name}: {told}", ()
+                kept.append(f"{name}: {told}")
+        if not unchanged and has_strict_groups(problem) and (spread := _spread_group(row, problem)) is not None:
+            groups = problem.constraints.num_groups
+            return f"{name}: expert group {spread} of {groups} is spread over several nodes", ()
+    return None, tuple(kept)
+
+
+def _spread_group(row: npt.NDArray[np.int32], problem: PlanningProblem) -> int | None:
+    """The first group that is on several nodes. Row: shape (P,)."""
+    table, num_groups = problem.current, problem.constraints.num_groups or 1
+    node_of_slot = np.repeat(np.array(problem.topology.node_indices), table.slots_per_rank)
+    used = row != EMPTY_SLOT
+    group = row[used] // (table.num_logical // num_groups)
+    on_node = np.zeros((num_groups, problem.topology.num_nodes), np.bool_)
+    on_node[group, node_of_slot[used]] = True
+    several = np.flatnonzero(on_node.sum(axis=1) > 1)
+    return int(several[0]) if several.size else None
