@@ -95,12 +95,14 @@ class Service:
         context = PlannerContext(
             config=config,
             gate=config.gate_config(),
+            validation=config.validation_config(),
             store=self.store,
             health=self.health,
             proposer=Proposer(
                 solver=self.solver,
                 gate=config.gate_config(),
-                seed=config.planning.seed,
+                given=config.given_costs(),
+                planning=config.planning,
                 deadline_s=config.solver.deadline_s,
                 layers_per_chunk_max=config.rollout.layers_per_chunk_max,
             ),

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from eplb_service.control import PLANNER_PORT
+from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
-from eplb_service.gate import CostModel, GateConfig
+from eplb_service.gate import GateConfig
+from eplb_service.policy.base import Constraints, Effort, FailureDomain, Resilience
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
+from eplb_service.validation import ValidationConfig
 
 DEFAULT_METRICS_PORT = 7471
 MODES = ("observe", "auto", "pinned")
@@ -68,6 +71,44 @@ class PlanningConfig:
     windows_kept: int = setting(64, "windows kept in memory for each deployment", unit="windows", low=1, high=4096)
     windows_bytes: int = setting(256 << 20, "most memory of kept windows for each deployment", unit="bytes", low=1 << 20)
     seed: int = setting(0, "seed of policies that draw random numbers", low=0, high=(1 << 31) - 1)
+    effort: str = setting("normal", "how long a policy searches: about 1, 5 or 30 s on one core", choices=tuple(Effort))
+    max_imbalance: float | None = setting(
+        None, "target: every layer at or under this with the fewest moves; the policy's own if not given", kind=float, low=1.0
+    )
+    front: bool = setting(default=True, help="ask for the whole front of balance against moves, so that the gate can choose")
+    certify: bool = setting(default=False, help="spend time on lower bounds too")
+    sources: bool = setting(default=True, help="plan with where tokens come from, where the engine dispatches to the nearest")
+    proposal_ttl_s: float = setting(60.0, "a proposal older than this is not published any more", unit="s", above=0.0)
+    max_moves: int | None = setting(None, "most experts that a plan moves", kind=int, low=0)
+    max_moves_per_rank: int | None = setting(None, "most experts that one rank takes in, over all layers", kind=int, low=0)
+    max_moves_per_layer: int | None = setting(None, "most experts that a plan moves in one layer", kind=int, low=0)
+    max_move_bytes: int | None = setting(None, "most bytes that a plan moves", kind=int, unit="bytes", low=0)
+    max_layers: int | None = setting(None, "most layers that a plan changes", kind=int, low=0)
+    num_groups: int | None = setting(None, "expert groups that share a node", kind=int, low=1)
+    group_price: float | None = setting(
+        None, "price of a replica off its group's node, in moves; groups are strict if not given", kind=float, low=0.0
+    )
+    resilient_share: float | None = setting(
+        None, "share of the hottest experts that must outlive a lost rank or node", kind=float, above=0.0, high=1.0
+    )
+    resilient_domain: str = setting("node", "what they must outlive the loss of", choices=tuple(FailureDomain))
+
+    def constraints(self, *, max_replicas: int) -> Constraints:
+        """For `PlanningProblem`. max_replicas: width of the engine's replica table."""
+        resilience = None
+        if self.resilient_share is not None:
+            resilience = Resilience(hot_share=self.resilient_share, domain=FailureDomain(self.resilient_domain))
+        return Constraints(
+            num_groups=self.num_groups,
+            group_price=self.group_price,
+            resilience=resilience,
+            max_moves=self.max_moves,
+            max_move_bytes=self.max_move_bytes,
+            max_moves_per_rank=self.max_moves_per_rank,
+            max_moves_per_layer=self.max_moves_per_layer,
+            max_layers=self.max_layers,
+            max_replicas=max_replicas,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,20 +120,44 @@ class GateSettings:
     min_generation_age_s: float = setting(60.0, "least age of the live generation before the next", unit="s", low=0.0)
     min_coverage: float = setting(0.9, "least share of ranks and steps that a window must hold", low=0.0, high=1.0)
     min_tokens: int = setting(1000, "least token assignments for each layer in the windows", unit="tokens", low=0)
+    min_sub_windows: int = setting(4, "least sub-windows that a plan is made from", unit="sub-windows", low=1)
+    min_busy_layers: float = setting(0.5, "least share of the layers that must have counted tokens", low=0.0, high=1.0)
     noise_sigmas: float = setting(3.0, "standard errors of sampling noise that the gain must stand clear of", low=0.0)
+    min_return: float = setting(1.25, "seconds that a move must save for each second that it costs", low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSettings:
-    """What imbalance and moves cost; all of the first four, or none. Without them the gate always keeps."""
+    """What imbalance and moves cost; what is not given is measured (see `costs`)."""
 
     seconds_per_step: float | None = setting(
         None, "time of a step spent where ranks wait for the busiest, at imbalance 1", kind=float, unit="s", above=0.0
     )
-    horizon_steps: int | None = setting(None, "steps until the load drifts away", kind=int, unit="steps", low=1)
+    horizon_steps: int | None = setting(
+        None, "steps that a gain is worth", kind=int, unit="steps", low=1
+    )
     bytes_per_s: float | None = setting(None, "rate at which a rank receives weights", kind=float, unit="bytes/s", above=0.0)
+    cross_node_bytes_per_s: float | None = setting(
+        None, "the same from ranks of other nodes; as bytes_per_s if only that is given", kind=float, unit="bytes/s", above=0.0
+    )
     commit_stall_s: float | None = setting(None, "time that a chunk's flip stops every rank", kind=float, unit="s", low=0.0)
-    copy_interference: float = setting(1.0, "share of serving time lost while weights are copied", low=0.0, high=1.0)
+    copy_interference: float | None = setting(
+        None, "share of serving time lost while weights are copied", kind=float, low=0.0, high=1.0
+    )
+    replica_s_per_gib: float = setting(0.0, "seconds that a GiB held by replicas is worth; 0: not priced", unit="s", low=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSettings:
+    """What is looked at after a generation became live; see `validation.ValidationConfig`."""
+
+    windows: int = setting(4, "full windows after which a generation is judged", unit="windows", low=1, high=1024)
+    noise_sigmas: float = setting(3.0, "standard errors that a loss must stand clear of", low=0.0)
+    min_loss: float = setting(0.01, "least loss of imbalance, mean over layers, that is rolled back", low=0.0)
+    roll_back: bool = setting(default=True, help="roll a generation back that makes things worse (in mode auto)")
+    changed_share: float = setting(
+        0.1, "share of the tokens that must go elsewhere before anything is moved after such a rollback", low=0.0, high=1.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,22 +228,23 @@ class ServeConfig:
     planning: PlanningConfig = field(default_factory=PlanningConfig)
     gate: GateSettings = field(default_factory=GateSettings)
     cost: CostSettings = field(default_factory=CostSettings)
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     solver: SolverSettings = field(default_factory=SolverSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     log: LogSettings = field(default_factory=LogSettings)
 
     def gate_config(self) -> GateConfig:
-        """For `gate.decide`. Raises InvalidInputError when only a part of the cost model is given."""
-        required = ("seconds_per_step", "horizon_steps", "bytes_per_s", "commit_stall_s")
-        missing = [name for name in required if getattr(self.cost, name) is None]
-        if missing and len(missing) < len(required):
-            raise InvalidInputError(
-                f"the cost model lacks {', '.join('cost.' + name for name in missing)}: give all of"
-                f" {', '.join('cost.' + name for name in required)}, or none (then the gate always keeps)"
-            )
-        cost = None if missing else CostModel(**{part.name: getattr(self.cost, part.name) for part in fields(CostSettings)})
-        return GateConfig(**{part.name: getattr(self.gate, part.name) for part in fields(GateSettings)}, cost=cost)
+        """For `gate.decide`."""
+        return GateConfig(**{part.name: getattr(self.gate, part.name) for part in fields(GateSettings)})
+
+    def given_costs(self) -> GivenCosts:
+        """For `costs.cost_model`."""
+        return GivenCosts(**{part.name: getattr(self.cost, part.name) for part in fields(CostSettings)})
+
+    def validation_config(self) -> ValidationConfig:
+        """For `validation.judge`."""
+        return ValidationConfig(**{part.name: getattr(self.validation, part.name) for part in fields(ValidationSettings)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +270,13 @@ def load_config(
 ) -> LoadedConfig:
     """The configuration from flags > environment > file > defaults.
 
-    flags: text by key (`{"listen.port": "0"}`). Raises InvalidInputError: unknown key, bad value, unreadable file, a part of
-    a cost model, a store address that cannot be parsed.
+    flags: text by key (`{"listen.port": "0"}`). Raises InvalidInputError: unknown key, bad value, unreadable file, a
+    store address that cannot be parsed.
     """
     values, sources = resolve(ServeConfig, flags=flags or {}, environment=environment or {}, file=file)
     config: ServeConfig = build(ServeConfig, values)
     config.gate_config()
+    config.validation_config()
     for key in ("listen.host", "metrics.host", "store.data_dir", "planning.policy"):
         if not str(values[key]).strip():
             raise InvalidInputError(f"setting {key} is empty")

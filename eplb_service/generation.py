@@ -26,6 +26,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement
 from eplb_service.replica_shares import as_values
+from eplb_service.validation import Observation
 
 AS_LOADED = GenerationNumber(0)
 """Names the rows that the engine loaded by itself."""
@@ -64,7 +65,10 @@ class Generation:
     digest: of the placement (hex BLAKE2b-16); computed, so that it cannot disagree.
     created_at_s, active_at_s: wall clock of the planner, seconds since 1970. epoch: of the planner that published it.
     before, predicted, lower_bound: imbalance of the load that it was planned for, one entry per layer in table order.
-    observed: of the first full window after it became active.
+    promised_gain: fall of imbalance that the gate believed in, mean over layers by load; None = it was not the gate's choice.
+    gain_share: share of the plan's own promise that this is (what earlier plans taught).
+    observed: of the first full window after it became active. observations: of the first full windows, compared with what the
+    placement before it would have shown there. judgement: one sentence on that, and outcome its word; empty while pending.
     flip_boundaries: step boundaries at which its chunks flipped. rollout_s: seconds from the decision to the last flip.
     """
 
@@ -83,7 +87,12 @@ class Generation:
     active_at_s: float | None = None
     flip_boundaries: tuple[int, ...] = ()
     rollout_s: float = 0.0
+    promised_gain: float | None = None
+    gain_share: float = 1.0
     observed: Imbalance | None = None
+    observations: tuple[Observation, ...] = ()
+    outcome: str = ""
+    judgement: str = ""
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:

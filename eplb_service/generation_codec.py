@@ -15,6 +15,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,6 +28,7 @@ from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table, type_of_map
 from eplb_service.replica_shares import type_of_shares
 from eplb_service.topology import LinkKind
+from eplb_service.validation import Observation
 
 VERSION, VERSION_WITH_SHARES = 1, 2
 PLACEMENT, LIVE_MAP, GENERATION = "eplb.placement", "eplb.live_map", "eplb.generation"
@@ -79,7 +81,12 @@ def encode_generation(generation: Generation) -> bytes:
             "active_at_s": generation.active_at_s,
             "flip_boundaries": list(generation.flip_boundaries),
             "rollout_s": generation.rollout_s,
+            "promised_gain": generation.promised_gain,
+            "gain_share": generation.gain_share,
             "observed": None if generation.observed is None else list(generation.observed.per_layer),
+            "observations": [asdict(observation) for observation in generation.observations],
+            "outcome": generation.outcome,
+            "judgement": generation.judgement,
         },
         version=_version(generation.placement),
     )
@@ -108,7 +115,20 @@ def _generation(tree: Mapping[str, Any]) -> Generation:
         flip_boundaries=tuple(map(int, tree["flip_boundaries"])),
         rollout_s=float(tree["rollout_s"]),
         observed=None if tree["observed"] is None else _imbalance(tree["observed"]),
+        # What follows was added later: a generation stored by an earlier release lacks it.
+        promised_gain=None if tree.get("promised_gain") is None else float(tree["promised_gain"]),
+        gain_share=float(tree.get("gain_share", 1.0)),
+        observations=tuple(_observation(part) for part in tree.get("observations", [])),
+        outcome=str(tree.get("outcome", "")),
+        judgement=str(tree.get("judgement", "")),
     )
+
+
+def _observation(tree: Mapping[str, Any]) -> Observation:
+    values = {part.name: float(tree[part.name]) for part in fields(Observation) if part.name != "window_index"}
+    if not all(math.isfinite(value) for value in values.values()):
+        raise ValueError(f"observation {values} is not finite")
+    return Observation(window_index=int(tree["window_index"]), **values)
 
 
 def _imbalance(values: list[float]) -> Imbalance:

@@ -33,6 +33,13 @@ class DeploymentGauges:
     generation: int
     epoch: int
     leading: bool
+    gain_share: float = 1.0
+    seconds_per_token: float | None = None
+    step_time_r_squared: float | None = None
+    horizon_steps: float | None = None
+    same_node_bytes_per_s: float | None = None
+    cross_node_bytes_per_s: float | None = None
+    commit_stall_s: float | None = None
 
 
 class Metrics:
@@ -62,6 +69,32 @@ class Metrics:
             "eplb_generations", "Generations by how they ended: active or stopped.", [*by, "outcome"]
         )
         self._chunks = self._counter("eplb_chunks", "Chunks by how they ended: flipped or aborted.", [*by, "outcome"])
+        self._share = self._gauge(
+            "eplb_gain_share", "Share of a promised gain that is believed to come true: 1 minus the bias that was learned.", by
+        )
+        self._token_s = self._gauge(
+            "eplb_step_seconds_per_token", "Step time for one token more on the busiest ranks, as measured.", by
+        )
+        self._r_squared = self._gauge(
+            "eplb_step_time_r_squared", "Share of the variance of step times that the load of the busiest ranks explains.", by
+        )
+        self._horizon = self._gauge("eplb_horizon_steps", "Steps that a gain is worth, from how past plans went stale.", by)
+        self._link_rate = self._gauge(
+            "eplb_link_bytes_per_second", "Rate at which a rank receives weights, by kind of link, as measured.", [*by, "link"]
+        )
+        self._stall = self._gauge("eplb_commit_stall_seconds", "Mean time that a chunk's flip held up steps.", by)
+        self._gain = self._gauge(
+            "eplb_generation_gain",
+            "Fall of imbalance (mean over layers by load) of the generation judged last: promised by the gate, and observed"
+            " against what the previous placement would have shown on the same windows.",
+            [*by, "kind"],
+        )
+        self._validated = self._counter(
+            "eplb_generations_validated", "Generations judged after their commit: kept, smaller or worse.", [*by, "outcome"]
+        )
+        self._rolled_back = self._counter(
+            "eplb_generations_rolled_back", "Generations rolled back by the planner because they made things worse.", by
+        )
         self._moved_experts = self._counter("eplb_moved_experts", "Residencies moved by generations that became active.", by)
         self._moved_bytes = self._counter("eplb_moved_bytes", "Bytes that arrived at ranks, by kind of link.", [*by, "link"])
         self._solve_s = Histogram(
@@ -97,6 +130,13 @@ class Metrics:
         self._generation.labels(deployment).set(gauges.generation)
         self._epoch.labels(deployment).set(gauges.epoch)
         self._leading.labels(deployment).set(float(gauges.leading))
+        self._share.labels(deployment).set(gauges.gain_share)
+        self._set_or_drop(self._token_s, (deployment,), gauges.seconds_per_token)
+        self._set_or_drop(self._r_squared, (deployment,), gauges.step_time_r_squared)
+        self._set_or_drop(self._horizon, (deployment,), gauges.horizon_steps)
+        self._set_or_drop(self._stall, (deployment,), gauges.commit_stall_s)
+        for link, rate in (("same_node", gauges.same_node_bytes_per_s), ("cross_node", gauges.cross_node_bytes_per_s)):
+            self._set_or_drop(self._link_rate, (deployment, link), rate)
 
     def verdict_given(self, deployment: str, code: str) -> None:
         """The gate answered."""
@@ -111,6 +151,16 @@ class Metrics:
         self._generations.labels(deployment, outcome).inc()
         if outcome == "active":
             self._moved_experts.labels(deployment).inc(moved_experts)
+
+    def generation_validated(self, deployment: str, outcome: str, *, promised_gain: float | None, observed_gain: float) -> None:
+        """A generation was judged; promised_gain: None when the gate did not choose it."""
+        self._validated.labels(deployment, outcome).inc()
+        self._set_or_drop(self._gain, (deployment, "promised"), promised_gain)
+        self._gain.labels(deployment, "observed").set(observed_gain)
+
+    def rolled_back(self, deployment: str) -> None:
+        """The planner rolled a generation back."""
+        self._rolled_back.labels(deployment).inc()
 
     def chunk_ended(self, deployment: str, outcome: str) -> None:
         """A chunk ended: `flipped` or `aborted`."""

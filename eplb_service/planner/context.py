@@ -13,6 +13,7 @@ from eplb_service.gate import GateConfig
 from eplb_service.planner.proposing import Proposer
 from eplb_service.store.base import Store
 from eplb_service.telemetry import Metrics
+from eplb_service.validation import ValidationConfig
 
 
 class StoreHealth:
@@ -46,6 +47,7 @@ class PlannerContext:
 
     config: ServeConfig
     gate: GateConfig
+    validation: ValidationConfig
     store: Store
     health: StoreHealth
     proposer: Proposer

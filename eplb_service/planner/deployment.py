@@ -13,18 +13,21 @@ import structlog
 
 from eplb_service import control
 from eplb_service.attach import FromAgent
-from eplb_service.errors import ConflictError, DeadlineError, StoreUnavailableError
+from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import DeploymentId, Epoch
+from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink
 from eplb_service.planner.carrier import Carrier
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.documents import Settings, VerdictRecord
 from eplb_service.planner.leading import Leading
+from eplb_service.planner.learning import Learning
 from eplb_service.planner.ledger import Ledger
 from eplb_service.planner.load_watch import LoadWatch
+from eplb_service.planner.loads import dispatch_of, loads_of
 from eplb_service.planner.outcomes import Outcomes
-from eplb_service.planner.proposing import Decision
+from eplb_service.planner.proposing import Decision, Known
 from eplb_service.planner.write_lane import WriteLane
 from eplb_service.rollout.events import (
     Cancel,
@@ -34,7 +37,7 @@ from eplb_service.rollout.events import (
 )
 from eplb_service.store.base import Leadership
 from eplb_service.telemetry import DeploymentGauges
-from eplb_service.window.report import Accepted, LoadReport, Refused
+from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refused
 from eplb_service.window.windows import Windows
 
 DRAIN_S = 2.0
@@ -54,6 +57,7 @@ class Deployment:
             Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
             lambda outcome: context.metrics.report_answered(name, outcome),
         )
+        self.learning = Learning(windows_kept=config.planning.windows_kept)
         self.outcomes = Outcomes(self)
         self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count)
         self.leading = Leading(
@@ -66,6 +70,8 @@ class Deployment:
             on_health=context.health.note,
         )
         self.verdict: VerdictRecord | None = None
+        self.decision: Decision | None = None
+        """The last one that was made."""
         self.last_error = ""
         """Why the last rollout or plan came to nothing; empty when it did not."""
         self.planning = asyncio.Lock()
@@ -100,6 +106,7 @@ class Deployment:
     async def begin(self, leadership: Leadership) -> None:
         """The lead was taken (`Led`)."""
         await self.ledger.load()
+        self._remember()
         self.lane = WriteLane(
             self.context.store,
             leadership,
@@ -111,6 +118,16 @@ class Deployment:
         self.note("lead.taken", f"epoch {leadership.epoch}")
         self.carrier.lead(leadership.epoch, self.context.config.rollout.settings())
         self.announce()
+
+    def _remember(self) -> None:
+        """Take up what the store says was learned. What cannot be read is learned anew."""
+        data, self.ledger.learned = self.ledger.learned, None
+        if data is None:
+            return
+        try:
+            self.learning.read_document(data)
+        except EplbError as error:
+            self._log.warning("learned.unreadable", reason=str(error))
 
     async def end(self, reason: str) -> None:
         """The lead was lost, or is given up (`Led`)."""
@@ -158,7 +175,27 @@ class Deployment:
     def _window_closed(self, closed: Accepted) -> None:
         self.load.look(self.live)
         self.outcomes.window_closed(closed)
+        self._learn()
         self.plan_wanted.set()
+
+    def _learn(self) -> None:
+        """What the last window teaches."""
+        group, live, last = self.carrier.group, self.live, self.load.last
+        if group is None or live is None or last is None:
+            return
+        try:
+            enough = self.learning.window_closed(
+                last.window, last.imbalance, live, group, dispatch_of(group), copying=self.outcomes.rollout_since_s is not None
+            )
+        except EplbError as error:  # windows of other tables than those live now: the next ones will do
+            self._log.debug("window.not_learned", reason=str(error))
+            return
+        if enough:
+            self.store_learned()
+
+    def store_learned(self) -> None:
+        """Write what was learned behind."""
+        self.behind({documents.LEARNED: self.learning.to_document()})
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,10 +278,45 @@ class Deployment:
         if window is None:
             raise ConflictError(f"{self.name} has no closed load window yet; ranks report one every few steps, try again")
         decision = await self.context.proposer.propose(
-            group=group, live=live, window=window, policy=policy, generation_age_s=self._generation_age_s(live)
+            group=group,
+            live=live,
+            window=window,
+            policy=policy,
+            generation_age_s=self._generation_age_s(live),
+            known=self._known(live, window),
+            now_s=self.context.clock.monotonic(),
         )
         self.context.metrics.solved(self.name, policy, decision.solve_s)
+        self.learning.horizon = decision.horizon
+        self.learning.planned(decision.verdict, live.placement, decision.target)
+        self.decision = decision
         return decision
+
+    def _known(self, live: LiveMap, window: CombinedWindow) -> Known:
+        learning, was_held = self.learning, self.learning.held
+        loads = tuple(loads_of(window, table).loads.sum(axis=0) for table in live.placement.tables)
+        hold = learning.why_held(loads, self.context.validation.changed_share)
+        if was_held is not None and learning.held is None:
+            self._log.info("hold.ended", generation=was_held.generation, reason="the load has changed")
+            self.note("hold.ended", f"the load has changed since generation {was_held.generation} was rolled back")
+            self.store_learned()
+        return Known(
+            measured=learning.measured(),
+            gain_share=learning.bias.share,
+            hold=hold,
+            plans=tuple(learning.plans),
+            history=tuple(learning.history),
+            horizon=learning.horizon,
+        )
+
+    def why_stale(self, decision: Decision) -> str:
+        """Why a proposal must not be published any more; empty while it may."""
+        age_s, most_s = self.context.clock.monotonic() - decision.made_at_s, self.context.config.planning.proposal_ttl_s
+        if self.live is None or self.live.digest != decision.live_digest:
+            return "the proposal was made for another live map than there is now"
+        if age_s > most_s:
+            return f"the proposal is {age_s:.0f} s old, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
+        return ""
 
     def _generation_age_s(self, live: LiveMap) -> float | None:
         generation = self.ledger.generations.get(live.newest_generation)
@@ -314,6 +386,7 @@ class Deployment:
         ]
         last, live, progress = self.load.last, self.live, self.carrier.progress
         now_s = self.context.clock.monotonic()
+        model, measured = self.learning.model, self.learning.measured()
         return DeploymentGauges(
             imbalance_mean=last.imbalance.mean if last else None,
             imbalance_worst=last.imbalance.worst if last else None,
@@ -325,4 +398,11 @@ class Deployment:
             generation=live.newest_generation if live is not None else 0,
             epoch=self.leading.epoch,
             leading=self.carrier.rollout is not None,
+            gain_share=self.learning.bias.share,
+            seconds_per_token=model.seconds_per_token if model is not None else None,
+            step_time_r_squared=model.r_squared if model is not None else None,
+            horizon_steps=measured.horizon_steps,
+            same_node_bytes_per_s=measured.bytes_per_s,
+            cross_node_bytes_per_s=measured.cross_node_bytes_per_s,
+            commit_stall_s=measured.commit_stall_s,
         )

@@ -4,6 +4,8 @@
     live                the live map as last known
     loaded              the placement that the engine loaded by itself, once it was seen
     rollout             the rollout that was begun last, and how it ended
+    learned             what the deployment taught: costs of steps and moves, the horizon, how much of a promise comes true
+    previous            what was live before the last generation, to compare it with
     generation/<n>      one published generation and what became of it
     request/<digest>    the answer to an idempotency key; `requests` lists the newest of them, so that the oldest can go
 
@@ -22,6 +24,7 @@ from typing import Any, TypeVar
 from eplb_service.errors import BrokenInvariantError
 
 SETTINGS, LIVE, LOADED, ROLLOUT, REQUESTS = "settings", "live", "loaded", "rollout", "requests"
+LEARNED, PREVIOUS = "learned", "previous"
 GENERATIONS = "generation/"
 REQUESTS_KEPT = 1024
 KEY_CHARACTERS_MAX = 128
@@ -114,6 +117,20 @@ def decode(kind: type[T], data: bytes, name: str) -> T:
         return kind(**values)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenInvariantError(f"document {name!r} in the store cannot be read ({error}): {data[:80]!r}") from None
+
+
+def encode_previous(generation: int, placement: bytes) -> bytes:
+    """What was live before a generation; placement: as `generation_codec.encode_placement` gives it."""
+    return json.dumps({"generation": generation, "placement": placement.decode()}, separators=(",", ":")).encode()
+
+
+def decode_previous(data: bytes) -> tuple[int, bytes]:
+    """The number of the generation, and the placement before it. Raises BrokenInvariantError when it cannot be read."""
+    try:
+        tree = json.loads(data)
+        return int(tree["generation"]), str(tree["placement"]).encode()
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise BrokenInvariantError(f"document {PREVIOUS!r} in the store cannot be read ({error}): {data[:80]!r}") from None
 
 
 def decode_requests(data: bytes | None) -> list[str]:

@@ -14,6 +14,8 @@ from eplb_service.store.base import Leadership, Store
 
 RETRY_S = 0.5
 FAULT_PAUSE_S = 1.0
+FAULT_PAUSE_MAX_S = 60.0
+"""A lead that cannot begin (a damaged document in the store) is tried again more and more rarely: each try takes an epoch."""
 
 
 class Led(Protocol):
@@ -87,6 +89,7 @@ class Leading:
                 self._log.warning("lead.not_resigned", reason=str(error) or f"no answer within {timeout_s:.1f} s")
 
     async def _run(self) -> None:
+        pause_s = RETRY_S
         while True:
             self._leadership = await self._take()
             self._lost = asyncio.get_running_loop().create_future()
@@ -95,19 +98,21 @@ class Leading:
             self._log.info("lead.taken", epoch=self.epoch)
             try:
                 await self._led.begin(self._leadership)
+                pause_s = RETRY_S
                 reason = await self._hold(self._leadership, self._lost)
             except EnvironmentFault as error:
                 self._on_health(str(error))
                 reason = str(error)
+                pause_s = RETRY_S
             except EplbError as error:
-                reason = str(error)
+                reason, pause_s = str(error), min(FAULT_PAUSE_MAX_S, 2 * pause_s)
             except Exception as error:  # noqa: BLE001  (a bug must not leave a deployment without a planner for ever)
                 self._log.exception("lead.failed")
-                reason = f"{type(error).__name__} inside the planner; see its log"
+                reason, pause_s = f"{type(error).__name__} inside the planner; see its log", min(FAULT_PAUSE_MAX_S, 2 * pause_s)
             self._leadership = None
             self._log.warning("lead.lost", epoch=self.epoch, reason=reason)
             await self._end(reason)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
 
     async def _end(self, reason: str) -> None:
         self.epoch, self.why_not = Epoch(0), reason

@@ -39,6 +39,14 @@ class Puts:
     deletes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """What was live when a generation was published."""
+
+    generation: GenerationNumber
+    placement: Placement
+
+
 class Ledger:
     """The memory of one deployment. Nothing here writes: it says what to write (`Puts`)."""
 
@@ -50,6 +58,10 @@ class Ledger:
         """The live map as last known, also while no rank is there to ask."""
         self.loaded: Placement | None = None
         """What the engine loaded by itself, once it was seen."""
+        self.learned: bytes | None = None
+        """What the deployment taught (`learning.Learning.to_document`), as stored when the lead was taken."""
+        self.previous: Previous | None = None
+        """What was live before the newest generation."""
         self.generations: dict[GenerationNumber, Generation] = {}
         """The newest ones."""
         self._deployment, self._store = deployment, store
@@ -61,7 +73,14 @@ class Ledger:
 
         A store that lost its data does not make us forget: what we knew stays.
         """
-        names = (documents.SETTINGS, documents.LIVE, documents.LOADED, documents.REQUESTS)
+        names = (
+            documents.SETTINGS,
+            documents.LIVE,
+            documents.LOADED,
+            documents.REQUESTS,
+            documents.LEARNED,
+            documents.PREVIOUS,
+        )
         found = await self._store.read(self._deployment, names)
         listed = await self._store.list(self._deployment, documents.GENERATIONS, limit=GENERATIONS_KEPT)
         if documents.SETTINGS in found:
@@ -72,6 +91,10 @@ class Ledger:
             self.loaded = decode_placement(found[documents.LOADED].value)
         if documents.REQUESTS in found:
             self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
+        if documents.PREVIOUS in found:
+            number, placement = documents.decode_previous(found[documents.PREVIOUS].value)
+            self.previous = Previous(GenerationNumber(number), decode_placement(placement))
+        self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
         for _, document in listed:
             self.keep(decode_generation(document.value))
 
@@ -152,11 +175,14 @@ class Ledger:
         while len(self._answers) > documents.REQUESTS_KEPT:
             del self._answers[next(iter(self._answers))]
 
-    def publish_puts(self, generation: Generation, record: RequestRecord | None) -> Puts:
-        """To publish a generation once, together with the answer to whoever asked for it."""
+    def publish_puts(self, generation: Generation, record: RequestRecord | None, previous: Placement | None = None) -> Puts:
+        """To publish a generation once, together with the answer to whoever asked for it and what is live now."""
         name = documents.generation_name(generation.number)
         request = self.request_puts(record) if record is not None else Puts({})
-        return Puts({name: encode_generation(generation), **request.puts}, {name: 0}, request.deletes)
+        puts = {name: encode_generation(generation), **request.puts}
+        if previous is not None:
+            puts[documents.PREVIOUS] = documents.encode_previous(generation.number, encode_placement(previous))
+        return Puts(puts, {name: 0}, request.deletes)
 
     def generation_puts(self, generation: Generation) -> dict[str, bytes]:
         """To store what became of a generation."""

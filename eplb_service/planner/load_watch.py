@@ -11,10 +11,11 @@ import structlog
 
 from eplb_service.errors import EplbError
 from eplb_service.generation import LiveMap
+from eplb_service.ids import Phase
 from eplb_service.imbalance import Float64Array, Imbalance
 from eplb_service.log import ReasonLog
 from eplb_service.membership.machine import Group
-from eplb_service.planner.proposing import imbalance_under, rank_loads_under, shapes_of
+from eplb_service.planner.loads import imbalance_under, rank_loads_under, shapes_of
 from eplb_service.window.report import Accepted, CombinedWindow, Expected, LoadReport, Refusal, Refused
 from eplb_service.window.windows import Windows
 
@@ -121,6 +122,12 @@ class LoadWatch:
             return None
         return imbalance_under(window, live.placement, self._group)
 
+    @staticmethod
+    def _phase_of(group: Group) -> Phase | None:
+        """Prefill and decode load other experts: a deployment that serves one of them takes no windows of the other."""
+        phase = group.registrations[0].phase
+        return None if phase is Phase.MIXED else phase
+
     def _what_is_expected(self) -> Expected | None:
         if self._expected is None and self._group is not None:
             group = self._group
@@ -130,6 +137,6 @@ class LoadWatch:
                 window_steps=group.registrations[0].window_steps,
                 tables=shapes_of(group),
                 live_digests=frozenset(self._live_digests) if self._is_settled else None,
-                phase=None,
+                phase=self._phase_of(group),
             )
         return self._expected

@@ -68,6 +68,7 @@ class Outcomes:
     def count(self, message: control.FromRank) -> None:
         """What a message adds to the metrics."""
         metrics = self._deployment.context.metrics
+        self._deployment.learning.heard(message)
         if isinstance(message, control.Staged):
             received = message.received
             links = {
@@ -168,6 +169,7 @@ class Outcomes:
         now_s = self._deployment.context.clock.wall()
         self._deployment.became(generation.active(at_s=now_s, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds))
         self._observing = generation.number
+        self._deployment.store_learned()
 
     def _watch_for_observed(self, live: LiveMap) -> None:
         """After a restart: the live generation may still lack what was observed under it."""
@@ -211,6 +213,8 @@ class Outcomes:
     def group_changed(self, group: Group | None) -> None:
         """A group formed, or is no more."""
         self._deployment.load.group_changed(group)
+        if group is not None:
+            self._deployment.learning.group_changed()
         self._observing = None
         self._deployment.note(
             "group.changed", f"group {group.group_id} of {len(group.rank_ids)} ranks" if group else "no group"

@@ -1,24 +1,31 @@
-"""From a load window to a decision: one plan for each table, joined, checked for the rollout, and put before the gate."""
+"""From a load window to a decision: a plan for each table, its front put before the gate, the choice checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from eplb_service.dispatch import Dispatch, imbalance_of, rank_loads
-from eplb_service.errors import InvalidInputError, UnsupportedError
+from eplb_service.config import PlanningConfig
+from eplb_service.costs import CostModel, GivenCosts, MeasuredCosts, cost_model
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import InvalidInputError
+from eplb_service.gains import points_of
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
+from eplb_service.horizon import Horizon, PastPlan, WindowSum, measure_horizon
 from eplb_service.ids import LayerRef
-from eplb_service.imbalance import Float64Array, Imbalance
+from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
-from eplb_service.moves import MoveSummary, residency_moves
+from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
 from eplb_service.placement import Placement, Table
-from eplb_service.policy.base import Constraints, PlanningProblem, Proposal
+from eplb_service.planner.loads import dispatch_of, loads_of, source_loads_of
+from eplb_service.policy.base import Effort, FrontPoint, PlanningProblem, Proposal
+from eplb_service.rollout.chunk_count import count_chunks
 from eplb_service.rollout.chunks import plan_chunks
 from eplb_service.topology import LinkKind
-from eplb_service.window.report import CombinedTable, CombinedWindow, TableShape
+from eplb_service.window.report import Alarm, CombinedWindow
 
 
 class Solver(Protocol):
@@ -30,62 +37,70 @@ class Solver(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where to go: a point of every table, joined. predicted: one entry for each layer, in table order."""
+
+    target: Placement
+    predicted: Imbalance
+    moves: MoveSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """A joined proposal and the gate's answer. Imbalances: one entry for each layer, in table order.
 
-    cannot_roll_out: why the proposal cannot be carried out (a layer that staging does not hold, …); empty when it can.
+    choice: the point that the gate speaks of (the policy's own plan where it looked at none); own: the policy's own plan.
+    gain: fall of imbalance that is believed in, mean over layers by load. live_digest: of the live map that it starts from.
+    cost, horizon: what the gate priced it with; None = not known.
+    made_at_s: when its window was taken, on the planner's monotonic clock. num_points: points to choose from.
+    cannot_roll_out: why the choice cannot be carried out (a layer that staging does not hold, …); empty when it can.
     """
 
     policy: str
-    target: Placement
+    choice: Choice
+    own: Choice
     before: Imbalance
-    predicted: Imbalance
     lower_bound: Imbalance
-    moves: MoveSummary
+    moves_lower_bound: int | None
     solve_s: float
     verdict: Verdict
+    live_digest: int
+    made_at_s: float
+    num_points: int
+    cost: CostModel | None = None
+    horizon: Horizon | None = None
+    cut_off: bool = False
     cannot_roll_out: str = ""
 
+    @property
+    def target(self) -> Placement:
+        """Of the choice."""
+        return self.choice.target
 
-def dispatch_of(group: Group) -> Dispatch:
-    """How the group's engine picks a replica. Raises UnsupportedError for a word that this release does not know."""
-    word = group.registrations[0].dispatch
-    try:
-        return Dispatch(word)
-    except ValueError:
-        known = ", ".join(dispatch.value for dispatch in Dispatch)
-        raise UnsupportedError(f"the engine dispatches by {word[:40]!r}; this planner knows {known}") from None
+    @property
+    def predicted(self) -> Imbalance:
+        """Of the choice."""
+        return self.choice.predicted
 
-
-def shapes_of(group: Group) -> tuple[TableShape, ...]:
-    """What reports of the group must count."""
-    return tuple(TableShape(model=t.model, layer_ids=t.layer_ids, num_logical=t.num_logical) for t in group.tables)
-
-
-def loads_of(window: CombinedWindow, table: Table) -> CombinedTable:
-    """The counts of a table. Raises InvalidInputError when the window holds none."""
-    for counted in window.tables:
-        if (counted.shape.model, counted.shape.layer_ids) == (table.model, table.layer_ids):
-            return counted
-    raise InvalidInputError(f"the load window has no counts of model {table.model!r}, layers {list(table.layer_ids)}")
+    @property
+    def moves(self) -> MoveSummary:
+        """Of the choice."""
+        return self.choice.moves
 
 
-def imbalance_under(window: CombinedWindow, placement: Placement, group: Group) -> Imbalance:
-    """Imbalance of a placement under the loads of a window, over all layers in table order."""
-    dispatch = dispatch_of(group)
-    layers: list[float] = []
-    for table in placement.tables:
-        total = loads_of(window, table).loads.sum(axis=0)
-        layers.extend(imbalance_of(total, table, group.topology, dispatch).per_layer)
-    return Imbalance(tuple(layers))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of a deployment beside the window: costs, how past plans went stale, how much of a promise comes true.
 
+    hold: why nothing is to be moved now; empty when nothing speaks against it.
+    """
 
-def rank_loads_under(window: CombinedWindow, placement: Placement, group: Group) -> list[Float64Array]:
-    """Tokens that each rank receives: an array of shape (L, R) for each table."""
-    dispatch = dispatch_of(group)
-    return [
-        rank_loads(loads_of(window, table).loads.sum(axis=0), table, group.topology, dispatch) for table in placement.tables
-    ]
+    measured: MeasuredCosts = field(default_factory=MeasuredCosts)
+    gain_share: float = 1.0
+    hold: str = ""
+    plans: tuple[PastPlan, ...] = ()
+    history: tuple[WindowSum, ...] = ()
+    horizon: Horizon | None = None
 
 
 def same_shape(first: Placement, second: Placement) -> bool:
@@ -99,17 +114,18 @@ def moves_between(before: Placement, after: Placement, group: Group) -> MoveSumm
     """What going from one placement to another moves, over all tables."""
     return _sum_of_moves(
         [
-            residency_moves(old, new, group.topology, _expert_bytes(old, group.expert_bytes))
+            residency_moves(old, new, group.topology, expert_bytes_of(old, group.expert_bytes))
             for old, new in zip(before.tables, after.tables, strict=True)
         ]
     )
 
 
-def _expert_bytes(table: Table, sizes: Mapping[LayerRef, int]) -> tuple[int, ...]:
+def expert_bytes_of(table: Table, sizes: Mapping[LayerRef, int]) -> tuple[int, ...]:
+    """Bytes of one expert of each layer of a table."""
     return tuple(sizes[layer] for layer in table.layers)
 
 
-def _sum_of_moves(parts: list[MoveSummary]) -> MoveSummary:
+def _sum_of_moves(parts: Sequence[MoveSummary]) -> MoveSummary:
     return MoveSummary(
         experts=sum(part.experts for part in parts),
         slots_rewritten=sum(part.slots_rewritten for part in parts),
@@ -121,9 +137,11 @@ def _sum_of_moves(parts: list[MoveSummary]) -> MoveSummary:
     )
 
 
-def chunks_between(live: Placement, target: Placement, group: Group, layers_max: int | None) -> int:
-    """Flips that the rollout takes. Raises InvalidInputError when it cannot be carried out."""
-    return len(
+def why_not_carried(live: Placement, target: Placement, group: Group, layers_max: int | None) -> str:
+    """Why a rollout cannot be carried out; empty when it can."""
+    if group.observe_only:
+        return group.observe_only
+    try:
         plan_chunks(
             live,
             target,
@@ -132,7 +150,9 @@ def chunks_between(live: Placement, target: Placement, group: Group, layers_max:
             staging_bytes=group.staging_bytes,
             layers_max=layers_max,
         )
-    )
+    except InvalidInputError as error:
+        return str(error)
+    return ""
 
 
 def nothing_to_gain(gate: GateConfig, now: Imbalance) -> Verdict | None:
@@ -151,37 +171,67 @@ def nothing_to_gain(gate: GateConfig, now: Imbalance) -> Verdict | None:
     return Verdict(move=False, code=VerdictCode.GAIN_TOO_SMALL, reason=reason, numbers=numbers)
 
 
+def priced(known: Known, given: GivenCosts, window: CombinedWindow, group: Group) -> tuple[CostModel | None, Horizon | None]:
+    """The cost model for a window, and the horizon in it, when one was measured."""
+    horizon = (
+        measure_horizon(known.plans, known.history, group.topology, dispatch_of(group)) if given.horizon_steps is None else None
+    ) or known.horizon
+    measured = known.measured
+    if horizon is not None:
+        measured = replace(measured, horizon_steps=horizon.steps)
+    ranks = len(group.topology.alive_positions())
+    tokens = sum(float(table.loads.sum()) for table in window.tables) / max(1, ranks) / max(1, window.steps)
+    cost = cost_model(given, measured, tokens_per_step=tokens, steps_planned_from=float(window.steps))
+    return cost, horizon
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposer:
     """Makes decisions. deadline_s: hard stop of one table's plan."""
 
     solver: Solver
     gate: GateConfig
-    seed: int
+    given: GivenCosts
+    planning: PlanningConfig
     deadline_s: float
     layers_per_chunk_max: int | None = None
 
     async def propose(
-        self, *, group: Group, live: LiveMap, window: CombinedWindow, policy: str, generation_age_s: float | None
+        self,
+        *,
+        group: Group,
+        live: LiveMap,
+        window: CombinedWindow,
+        policy: str,
+        generation_age_s: float | None,
+        known: Known,
+        now_s: float,
     ) -> Decision:
         """Plan every table from the live map and ask the gate. Raises what the solver raises."""
         dispatch = dispatch_of(group)
-        evidence = []
+        planned: list[tuple[PlanningProblem, Proposal]] = []
         for table in live.placement.tables:
-            loads = loads_of(window, table).loads
-            problem = PlanningProblem(
-                loads=loads,
-                topology=group.topology,
-                current=table,
-                dispatch=dispatch,
-                constraints=Constraints(max_replicas=group.replica_table_width),
-                expert_bytes=_expert_bytes(table, group.expert_bytes),
-                seed=self.seed,
-                time_limit_s=self.deadline_s,
-            )
-            proposal = await self.solver.solve(problem, policy, self.deadline_s)
-            evidence.append(TableEvidence(loads=loads, current=table, proposal=proposal))
-        return self._decide(group, live, window, policy, tuple(evidence), generation_age_s)
+            problem = self._problem(table, window, group, dispatch)
+            planned.append((problem, await self.solver.solve(problem, policy, self.deadline_s)))
+        return await asyncio.to_thread(self._decide, group, live, window, policy, planned, generation_age_s, known, now_s)
+
+    def _problem(self, table: Table, window: CombinedWindow, group: Group, dispatch: Dispatch) -> PlanningProblem:
+        planning, counted = self.planning, loads_of(window, table)
+        return PlanningProblem(
+            loads=counted.loads,
+            source_loads=source_loads_of(counted, window, group, dispatch) if planning.sources else None,
+            topology=group.topology,
+            current=table,
+            dispatch=dispatch,
+            constraints=planning.constraints(max_replicas=group.replica_table_width),
+            expert_bytes=expert_bytes_of(table, group.expert_bytes),
+            max_imbalance=planning.max_imbalance,
+            front=planning.front,
+            certify=planning.certify,
+            seed=planning.seed,
+            time_limit_s=self.deadline_s,
+            effort=Effort(planning.effort),
+        )
 
     def _decide(
         self,
@@ -189,19 +239,15 @@ class Proposer:
         live: LiveMap,
         window: CombinedWindow,
         policy: str,
-        evidence: tuple[TableEvidence, ...],
+        planned: Sequence[tuple[PlanningProblem, Proposal]],
         generation_age_s: float | None,
+        known: Known,
+        now_s: float,
     ) -> Decision:
-        proposals = [table.proposal for table in evidence]
-        target = Placement(tuple(proposal.placement for proposal in proposals))
-        cannot = group.observe_only
-        num_chunks = 1
-        if not cannot:
-            try:
-                target = group.with_fitting_shares(target)
-                num_chunks = chunks_between(live.placement, target, group, self.layers_per_chunk_max)
-            except InvalidInputError as error:
-                cannot = str(error)
+        """Everything after the plans, in a thread: scoring a front of a large deployment takes a second or two."""
+        cost, horizon = priced(known, self.given, window, group)
+        evidence = tuple(self._evidence(problem, proposal, group) for problem, proposal in planned)
+        proposals = [proposal for _, proposal in planned]
         verdict = decide(
             self.gate,
             GateInputs(
@@ -210,21 +256,77 @@ class Proposer:
                 dispatch=dispatch_of(group),
                 coverage=window.coverage,
                 generation_age_s=generation_age_s,
-                num_chunks=max(1, num_chunks),
+                cost=cost,
+                no_cost_reason=f"no cost model is given (cost.seconds_per_step) or measured yet: {known.measured.why_not}",
+                gain_share=known.gain_share,
+                odd_load=window.alarms.get(Alarm.ONE_LAYER_ONLY, ""),
+                hold=known.hold,
             ),
         )
+        own = [_own(proposal) for proposal in proposals]
+        chosen = (
+            [
+                point if point is not None else FrontPoint(placement=table, predicted=proposal.before, moves=NO_MOVES)
+                for point, table, proposal in zip(verdict.chosen, live.placement.tables, proposals, strict=True)
+            ]
+            if verdict.chosen
+            else own
+        )
+        bounds = [proposal.moves_lower_bound for proposal in proposals]
+        choice = _joined(chosen)
         return Decision(
             policy=policy,
-            target=target,
-            before=_joined(proposal.before for proposal in proposals),
-            predicted=_joined(proposal.predicted for proposal in proposals),
-            lower_bound=_joined(proposal.lower_bound for proposal in proposals),
-            moves=_sum_of_moves([proposal.moves for proposal in proposals]),
+            choice=choice,
+            own=_joined(own),
+            before=_concatenated(proposal.before for proposal in proposals),
+            lower_bound=_concatenated(proposal.lower_bound for proposal in proposals),
+            moves_lower_bound=sum(bound for bound in bounds if bound is not None) if None not in bounds else None,
             solve_s=sum(proposal.solve_s for proposal in proposals),
             verdict=verdict,
-            cannot_roll_out=cannot,
+            live_digest=live.digest,
+            made_at_s=now_s,
+            num_points=max(len(table.points) for table in evidence),
+            cost=cost,
+            horizon=horizon,
+            cut_off=any(proposal.cut_off for proposal in proposals),
+            cannot_roll_out=why_not_carried(live.placement, choice.target, group, self.layers_per_chunk_max),
+        )
+
+    def _evidence(self, problem: PlanningProblem, proposal: Proposal, group: Group) -> TableEvidence:
+        points = points_of(proposal, problem.current)
+        flips = [
+            count_chunks(
+                problem.current,
+                point.placement,
+                topology=group.topology,
+                expert_bytes=problem.expert_bytes,
+                staging_bytes=group.staging_bytes,
+                layers_max=self.layers_per_chunk_max,
+            )
+            for point in points
+        ]
+        # Where no point can be carried out the gate still tells what it would be worth.
+        return TableEvidence(
+            loads=problem.loads,
+            source_loads=problem.source_loads,
+            current=problem.current,
+            proposal=proposal,
+            flips=tuple(flips) if any(count is not None for count in flips) else (1,) * len(flips),
+            expert_bytes=problem.expert_bytes,
         )
 
 
-def _joined(parts: Iterable[Imbalance]) -> Imbalance:
+def _own(proposal: Proposal) -> FrontPoint:
+    return FrontPoint(placement=proposal.placement, predicted=proposal.predicted, moves=proposal.moves)
+
+
+def _joined(points: Sequence[FrontPoint]) -> Choice:
+    return Choice(
+        target=Placement(tuple(point.placement for point in points)),
+        predicted=_concatenated(point.predicted for point in points),
+        moves=_sum_of_moves([point.moves for point in points]),
+    )
+
+
+def _concatenated(parts: Iterable[Imbalance]) -> Imbalance:
     return Imbalance(tuple(value for part in parts for value in part.per_layer))

@@ -21,16 +21,18 @@ from eplb_service.gate import Verdict, VerdictCode
 from eplb_service.generation import Generation
 from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Imbalance
+from eplb_service.membership.machine import Group
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
-from eplb_service.planner.proposing import Decision, imbalance_under, moves_between, nothing_to_gain, same_shape
+from eplb_service.planner.ledger import Previous
+from eplb_service.planner.loads import imbalance_under
+from eplb_service.planner.proposing import Choice, Decision, moves_between, nothing_to_gain, same_shape, why_not_carried
+from eplb_service.planner.validating import Fault, Validating
 from eplb_service.policy.registry import policy_names
 
 ORDERS_MAX = 64
-STALE_PLAN_S = 60.0
-"""A plan that the store took so long to take is not rolled out: the load has moved on."""
 WITHDRAW_S = 60.0
 REASON_CHARACTERS_MAX = 1024
 
@@ -49,6 +51,8 @@ class Content:
     moves: MoveSummary
     policy: str
     reason: str
+    promised_gain: float | None = None
+    gain_share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -62,6 +66,7 @@ class Steering:
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
+        self._validating = Validating(deployment)
         self._planned_at_s = float("-inf")
         self._planned_windows = 0
         self._loop: asyncio.Task[None] | None = None
@@ -93,6 +98,7 @@ class Steering:
         while True:
             await deployment.plan_wanted.wait()
             deployment.plan_wanted.clear()
+            await self._guarded(self._validate, "validation")
             wait_s = self._planned_at_s + interval_s - clock.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -100,15 +106,59 @@ class Steering:
                 continue
             self._planned_at_s = clock.monotonic()
             self._planned_windows = deployment.load.num_closed
-            try:
-                await self.plan_once()
-            except EplbError as error:
-                if str(error) != deployment.last_error:
-                    self._log.warning("plan.failed", reason=str(error))
-                deployment.last_error = str(error)
-            except Exception as error:  # noqa: BLE001  (planning goes on with the next window)
-                self._log.exception("plan.broke")
-                deployment.last_error = f"planning failed ({type(error).__name__}); see the log"
+            await self._guarded(self.plan_once, "plan")
+
+    async def _guarded(self, act: Callable[[], Awaitable[None]], what: str) -> None:
+        """Do it; a failure is told, and the loop goes on with the next window."""
+        deployment = self.deployment
+        try:
+            await act()
+        except EplbError as error:
+            if str(error) != deployment.last_error:
+                self._log.warning(f"{what}.failed", reason=str(error))
+            deployment.last_error = str(error)
+        except Exception as error:  # noqa: BLE001  (whatever it is, the next window may do)
+            self._log.exception(f"{what}.broke")
+            deployment.last_error = f"{what} failed ({type(error).__name__}); see the log"
+
+    async def _validate(self) -> None:
+        """Look at the live generation; roll it back when it made things worse and that is wanted."""
+        fault = await self._validating.look()
+        deployment = self.deployment
+        if fault is None or deployment.ledger.settings.mode != "auto" or not deployment.context.validation.roll_back:
+            return
+        async with deployment.planning:
+            live, group = deployment.live, deployment.carrier.group
+            if deployment.why_not_plan() or live is None or group is None or live.digest != fault.live_digest:
+                return
+            if not same_shape(fault.previous, live.placement) or why_not_carried(
+                live.placement, fault.previous, group, deployment.context.config.rollout.layers_per_chunk_max
+            ):
+                return
+            await self._undo(fault, live.placement, group)
+
+    async def _undo(self, fault: Fault, live: Placement, group: Group) -> None:
+        """Publish what was live before a generation that made things worse. Call with `planning` held."""
+        deployment = self.deployment
+        reason = f"move: generation {fault.generation} is rolled back: {fault.reason}"
+        verdict = VerdictRecord(
+            move=True, code="worse_than_before", reason=reason, decided_at_s=deployment.context.clock.wall()
+        )
+        deployment.record_verdict(verdict)
+        deployment.learning.held = fault.held()
+        deployment.store_learned()
+        window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+        content = Content(
+            target=fault.previous,
+            before=imbalance_under(window, live, group) if window is not None else UNKNOWN,
+            predicted=imbalance_under(window, fault.previous, group) if window is not None else UNKNOWN,
+            lower_bound=UNKNOWN,
+            moves=moves_between(live, fault.previous, group),
+            policy="rollback",
+            reason=reason,
+        )
+        await self._publish(content, None, verdict)
+        deployment.context.metrics.rolled_back(deployment.name)
 
     async def plan_once(self) -> None:
         """Plan, ask the gate, publish when it says move and the mode is `auto`."""
@@ -124,7 +174,11 @@ class Steering:
             deployment.last_error = ""
             if not verdict.move or deployment.ledger.settings.mode != "auto" or deployment.why_not_plan():
                 return
-            await self._publish(self._content(decision, verdict.reason), None, verdict)
+            stale = deployment.why_stale(decision)
+            if stale:
+                deployment.record_verdict(dataclasses.replace(verdict, move=False, code="expired", reason=f"keep: {stale}"))
+                return
+            await self._publish(self._content(decision, decision.choice, verdict.reason), None, verdict)
 
     def _screened(self) -> VerdictRecord | None:
         """The answer where the load needs no plan, since the solver is dear."""
@@ -223,10 +277,13 @@ class Steering:
             self._check_plannable()
             decision = await deployment.decide(policy or deployment.ledger.settings.policy)
             verdict = self._verdict(decision)
+            choice = decision.choice
             changes = decision.verdict.code is not VerdictCode.NO_CHANGE
-            if force and changes:
-                if decision.cannot_roll_out:
-                    raise ConflictError(f"{deployment.name} cannot roll this plan out: {decision.cannot_roll_out}")
+            if force and changes and not verdict.move:
+                choice = decision.own  # the gate was not asked: what the policy wanted
+                why = self._why_not_carried(choice)
+                if why:
+                    raise ConflictError(f"{deployment.name} cannot roll this plan out: {why}")
                 reason = f"move: forced by an operator; the gate said {decision.verdict.reason}"
                 verdict = dataclasses.replace(verdict, move=True, code="forced", reason=reason)
             deployment.record_verdict(verdict)
@@ -237,7 +294,18 @@ class Steering:
                 deployment.ledger.remember(record)
                 return record
             self._check_plannable()
-            return await self._publish(self._content(decision, verdict.reason), record, verdict) or record
+            stale = deployment.why_stale(decision)
+            if stale:
+                raise ConflictError(f"nothing was published: {stale}; try again")
+            return await self._publish(self._content(decision, choice, verdict.reason), record, verdict) or record
+
+    def _why_not_carried(self, choice: Choice) -> str:
+        deployment = self.deployment
+        group, live = deployment.carrier.group, deployment.live
+        if group is None or live is None:
+            return "the group was lost meanwhile"
+        layers_max = deployment.context.config.rollout.layers_per_chunk_max
+        return why_not_carried(live.placement, choice.target, group, layers_max)
 
     async def _rollback(self, key: str, asked: str, number: int) -> RequestRecord:
         deployment = self.deployment
@@ -321,13 +389,16 @@ class Steering:
             predicted=content.predicted,
             lower_bound=content.lower_bound,
             moves=content.moves,
+            promised_gain=content.promised_gain,
+            gain_share=content.gain_share,
         )
         if record is not None:
             record = dataclasses.replace(record, generation=number)
         begin_s = clock.monotonic()
-        puts = deployment.ledger.publish_puts(generation, record)
+        puts = deployment.ledger.publish_puts(generation, record, live.placement if live is not None else None)
         await deployment.commit(puts.puts, puts.expects, puts.deletes)
         deployment.ledger.keep(generation)
+        deployment.ledger.previous = Previous(number, live.placement) if live is not None else None
         if record is not None:
             deployment.ledger.remember(record)
         self._log.info(
@@ -340,10 +411,10 @@ class Steering:
         )
         deployment.note("generation.published", f"generation {number}: {content.reason}")
         await failpoints.reach_async("planner.generation.persisted")
-        took_s = clock.monotonic() - begin_s
+        took_s, most_s = clock.monotonic() - begin_s, deployment.context.config.planning.proposal_ttl_s
         why = deployment.why_not_plan()
-        if took_s > STALE_PLAN_S:
-            why = f"the store took {took_s:.0f} s to take it, at most {STALE_PLAN_S:.0f} s are allowed"
+        if took_s > most_s:
+            why = f"the store took {took_s:.0f} s to take it, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
         elif not why and deployment.live is not live:
             why = "the live map changed meanwhile"
         if why:
@@ -353,15 +424,18 @@ class Steering:
             deployment.begin_rollout(generation)
         return record
 
-    def _content(self, decision: Decision, reason: str) -> Content:
+    def _content(self, decision: Decision, choice: Choice, reason: str) -> Content:
+        by_gate = decision.verdict.move and choice is decision.choice and decision.verdict.gain > 0
         return Content(
-            target=decision.target,
+            target=choice.target,
             before=decision.before,
-            predicted=decision.predicted,
+            predicted=choice.predicted,
             lower_bound=decision.lower_bound,
-            moves=decision.moves,
+            moves=choice.moves,
             policy=decision.policy,
             reason=reason,
+            promised_gain=decision.verdict.gain if by_gate else None,
+            gain_share=decision.verdict.numbers.get("gain_share", 1.0),
         )
 
     def _verdict(self, decision: Decision) -> VerdictRecord:

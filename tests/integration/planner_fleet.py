@@ -57,6 +57,7 @@ from eplb_service.rpc.channel import open_channel
 from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 MODEL = "tiny"
+SUB_WINDOWS = 4
 WAIT_S = 20.0
 
 
@@ -247,7 +248,7 @@ class Fleet:
             dispatch="even",
             vote_period=1,
             window_steps=self.window_steps,
-            sub_windows=1,
+            sub_windows=SUB_WINDOWS,
             staging_bytes=self.staging_bytes,
             replica_table_width=16,
             weights_version=1,
@@ -356,6 +357,7 @@ class Fleet:
         begin = self.window_index * self.window_steps
         for number, rank in enumerate(self.ranks):
             part = loads // self.num_ranks + (number < loads % self.num_ranks)
+            series = np.stack([part // SUB_WINDOWS + (index < part % SUB_WINDOWS) for index in range(SUB_WINDOWS)])
             report = LoadReport(
                 rank_id=rank.address.rank_id,
                 incarnation=rank.address.incarnation,
@@ -369,7 +371,7 @@ class Fleet:
                 phase=Phase.DECODE,
                 live_digest_begin=digest,
                 live_digest_end=digest,
-                tables=(TableCounts(model=MODEL, layer_ids=tuple(range(self.num_layers)), counts=part[None].astype(np.int64)),),
+                tables=(TableCounts(model=MODEL, layer_ids=tuple(range(self.num_layers)), counts=series.astype(np.int64)),),
                 step_time_min_s=0.01,
                 step_time_mean_s=0.01,
                 step_time_max_s=0.01,

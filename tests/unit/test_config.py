@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from eplb_service.config import ServeConfig, load_config
+from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import GateConfig
+from eplb_service.policy.base import Constraints, Resilience
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import settings_of
+from eplb_service.validation import ValidationConfig
 
 COST = {
     "cost.seconds_per_step": "0.02",
@@ -59,17 +62,28 @@ def test_default_rollout_is_that_of_the_rollout_module() -> None:
     assert load_config().config.rollout.settings() == RolloutSettings()
 
 
-def test_cost_model_reaches_the_gate() -> None:
-    cost = load_config(flags=COST).config.gate_config().cost
-    assert cost is not None
-    assert (cost.seconds_per_step, cost.horizon_steps, cost.bytes_per_s, cost.commit_stall_s) == (0.02, 1000, 1e9, 0.0)
+def test_given_costs_reach_the_gate_and_the_others_are_left_to_be_measured() -> None:
+    assert load_config().config.given_costs() == GivenCosts()
+    costs = load_config(flags=COST).config.given_costs()
+    assert (costs.seconds_per_step, costs.horizon_steps, costs.bytes_per_s, costs.commit_stall_s) == (0.02, 1000, 1e9, 0.0)
+    assert (costs.copy_interference, costs.cross_node_bytes_per_s) == (None, None)
+    part = load_config(flags={"cost.cross_node_bytes_per_s": "2e9"}).config.given_costs()
+    assert part == GivenCosts(cross_node_bytes_per_s=2e9)
 
 
-@pytest.mark.parametrize("missing", sorted(COST))
-def test_part_of_a_cost_model_is_refused_naming_what_lacks(missing: str) -> None:
-    flags = {key: value for key, value in COST.items() if key != missing}
-    with pytest.raises(InvalidInputError, match=f"lacks {missing}:"):
-        load_config(flags=flags)
+def test_validation_settings_reach_the_judge() -> None:
+    assert load_config().config.validation_config() == ValidationConfig()
+    given = load_config(flags={"validation.windows": "9", "validation.roll_back": "false"}).config.validation_config()
+    assert given == ValidationConfig(windows=9, roll_back=False)
+
+
+def test_planning_limits_become_constraints_of_the_problem() -> None:
+    flags = {"planning.max_moves": "100", "planning.num_groups": "8", "planning.group_price": "2"}
+    constraints = load_config(flags=flags | {"planning.resilient_share": "0.2"}).config.planning.constraints(max_replicas=7)
+    assert constraints == Constraints(
+        max_moves=100, num_groups=8, group_price=2.0, max_replicas=7, resilience=Resilience(hot_share=0.2)
+    )
+    assert load_config().config.planning.constraints(max_replicas=7) == Constraints(max_replicas=7)
 
 
 @pytest.mark.parametrize(

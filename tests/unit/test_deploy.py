@@ -156,7 +156,7 @@ def test_compose_planner_may_move_and_has_what_its_gate_needs(compose: dict[str,
     given = {found.key: context.params.get("setting_" + found.key.replace(".", "_")) for found in settings_of(ServeConfig)}
     config = load_config(flags={key: text for key, text in given.items() if text is not None}).config
     assert config.planning.mode == "auto"
-    assert config.gate_config().cost is not None
+    assert config.given_costs().seconds_per_step is not None
     assert "--traffic" in compose["services"]["ranks"]["command"]
 
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_service.costs import CostModel
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
-from eplb_service.gate import CostModel, GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
+from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.ids import RankId
 from eplb_service.noise import drift_dispersion, fresh_imbalance, largest_of_normals, normal_cdf, overdispersion, rank_moments
 from eplb_service.placement import Table
@@ -22,7 +23,7 @@ from eplb_service.topology import Topology
 
 TOPOLOGY = Topology.regular(num_ranks=8, num_nodes=2)
 CHEAP = CostModel(seconds_per_step=0.02, horizon_steps=100_000, bytes_per_s=1e10, commit_stall_s=0.001)
-CONFIG = GateConfig(cost=CHEAP)
+CONFIG = GateConfig(min_sub_windows=1)
 LINEAR = Table.linear(model="m", layer_ids=range(6), num_logical=32, rank_ids=TOPOLOGY.rank_ids, slots_per_rank=5)
 
 
@@ -45,7 +46,9 @@ def evidence(loads: npt.NDArray[np.float64], current: Table, topology: Topology 
 
 
 def inputs(table: TableEvidence, **changes: Any) -> GateInputs:
-    made = GateInputs(tables=(table,), topology=TOPOLOGY, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None)
+    made = GateInputs(
+        tables=(table,), topology=TOPOLOGY, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None, cost=CHEAP
+    )
     return replace(made, **changes)
 
 
@@ -74,9 +77,9 @@ def test_a_large_real_gain_that_pays_is_a_move_with_its_numbers() -> None:
         ({}, replace(CONFIG, min_tokens=300_000), VerdictCode.TOO_FEW_TOKENS, "holds 200000 token assignments"),
         ({}, replace(CONFIG, min_gain_mean=5.0, min_gain_worst=9.0), VerdictCode.GAIN_TOO_SMALL, "at least 5.0000 or 9.0000"),
         ({}, replace(CONFIG, noise_sigmas=1e4), VerdictCode.WITHIN_NOISE, "within 10000 standard errors"),
-        ({}, replace(CONFIG, cost=None), VerdictCode.NO_COST_MODEL, "no cost model is configured"),
-        ({}, replace(CONFIG, cost=replace(CHEAP, horizon_steps=1)), VerdictCode.COST_EXCEEDS_GAIN, "over 1 steps and costs"),
-        ({"num_chunks": 10**7}, CONFIG, VerdictCode.COST_EXCEEDS_GAIN, "1e+04 s of stalls"),
+        ({"cost": None}, CONFIG, VerdictCode.NO_COST_MODEL, "no cost model is configured"),
+        ({"cost": replace(CHEAP, horizon_steps=1)}, CONFIG, VerdictCode.COST_EXCEEDS_GAIN, "over 1 steps and costs"),
+        ({"cost": replace(CHEAP, commit_stall_s=1e4)}, CONFIG, VerdictCode.COST_EXCEEDS_GAIN, "1e+04 s of stalls"),
     ],
 )
 def test_the_answer_is_keep_with_a_reason(changes: dict[str, Any], config: GateConfig, code: VerdictCode, words: str) -> None:
@@ -94,20 +97,19 @@ def test_a_proposal_that_changes_nothing_is_kept() -> None:
 
 
 def test_a_slow_link_makes_the_same_gain_too_dear_vllm_50647() -> None:
-    slow = replace(CONFIG, cost=replace(CHEAP, bytes_per_s=1e3))
-    assert verdict(SKEWED, slow).code is VerdictCode.COST_EXCEEDS_GAIN
-    harmless = replace(CONFIG, cost=replace(CHEAP, bytes_per_s=1e3, copy_interference=0.0))
-    assert verdict(SKEWED, harmless).move
+    slow = replace(CHEAP, bytes_per_s=1e3)
+    assert verdict(SKEWED, cost=slow).code is VerdictCode.COST_EXCEEDS_GAIN
+    assert verdict(SKEWED, cost=replace(slow, copy_interference=0.0)).move
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from([2_000, 20_000, 500_000]))
 def test_resample_of_the_same_load_from_its_own_plan_is_kept(seed: int, tokens: int) -> None:
     shares = popularity(seed)
     first = evidence(sample(shares, tokens, seed + 1), LINEAR)
     again = evidence(sample(shares, tokens, seed + 2), first.proposal.placement)
-    eager = replace(CONFIG, min_gain_mean=0.0, min_gain_worst=0.0, min_tokens=0, cost=replace(CHEAP, horizon_steps=10**9))
-    answer = verdict(again, eager)
+    eager = replace(CONFIG, min_gain_mean=0.0, min_gain_worst=0.0, min_tokens=0)
+    answer = verdict(again, eager, cost=replace(CHEAP, horizon_steps=10**9))
     assert not answer.move, answer.reason
 
 
@@ -124,7 +126,7 @@ def test_lost_experts_are_moved_for_at_once_whatever_else_holds() -> None:
     broken = evidence(SKEWED.loads[:, :, :30], Table.linear(
         model="m", layer_ids=range(6), num_logical=30, rank_ids=TOPOLOGY.rank_ids, slots_per_rank=5
     ), topology)  # fmt: skip
-    answer = verdict(broken, replace(CONFIG, cost=None), topology=topology, generation_age_s=0.0, coverage=0.0)
+    answer = verdict(broken, cost=None, topology=topology, generation_age_s=0.0, coverage=0.0)
     assert answer.move
     assert answer.code is VerdictCode.COVERAGE_BROKEN
     assert answer.numbers["uncovered_before"] > answer.numbers["uncovered_after"] == 0
@@ -133,7 +135,7 @@ def test_lost_experts_are_moved_for_at_once_whatever_else_holds() -> None:
 def test_idle_deployment_is_kept() -> None:
     idle = evidence(np.zeros((1, 6, 32)), LINEAR)
     assert verdict(idle).code is VerdictCode.NO_CHANGE
-    forced = replace(idle, proposal=SKEWED.proposal)
+    forced = replace(SKEWED, loads=idle.loads)
     assert verdict(forced, replace(CONFIG, min_tokens=0)).code is VerdictCode.TOO_FEW_TOKENS
 
 
@@ -148,6 +150,8 @@ def test_gate_without_tables_and_bad_settings_are_refused() -> None:
         GateConfig(min_coverage=2.0)
     with pytest.raises(InvalidInputError, match="noise_sigmas"):
         GateConfig(noise_sigmas=float("nan"))
+    with pytest.raises(InvalidInputError, match="min_sub_windows"):
+        GateConfig(min_sub_windows=0)
 
 
 def test_largest_of_normals_equals_simulation() -> None:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from eplb_service.costs import CostModel
 from eplb_service.dispatch import Dispatch, imbalance_of
-from eplb_service.gate import CostModel, GateConfig, GateInputs, TableEvidence, decide
+from eplb_service.gate import GateConfig, GateInputs, TableEvidence, decide
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.greedy import GreedyPolicy
@@ -18,7 +19,8 @@ from eplb_service.topology import Topology
 
 TRACES = Path(__file__).resolve().parents[2].parent / "shared" / "traces"
 TOPOLOGY = Topology.regular(num_ranks=8, num_nodes=2)
-CONFIG = GateConfig(cost=CostModel(seconds_per_step=0.02, horizon_steps=100_000, bytes_per_s=1e10, commit_stall_s=0.001))
+CONFIG = GateConfig()
+COST = CostModel(seconds_per_step=0.02, horizon_steps=100_000, bytes_per_s=1e10, commit_stall_s=0.001)
 
 pytestmark = [
     pytest.mark.traces,
@@ -46,7 +48,9 @@ def follow(counts: npt.NDArray[np.float64], length: int) -> tuple[int, int, list
         problem = PlanningProblem(loads=loads, topology=TOPOLOGY, current=current, expert_bytes=(13_000_000,) * num_layers)
         proposal = verify(problem, GreedyPolicy().plan(problem), policy="greedy", solve_s=0.0)
         table = TableEvidence(loads=loads, current=current, proposal=proposal)
-        inputs = GateInputs(tables=(table,), topology=TOPOLOGY, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None)
+        inputs = GateInputs(
+            tables=(table,), topology=TOPOLOGY, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None, cost=COST
+        )
         decisions += 1
         if decide(CONFIG, inputs).move:
             moved += 1

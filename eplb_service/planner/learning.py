@@ -1,0 +1,240 @@
+"""What a deployment teaches its planner: what steps and moves cost, how long a gain lasts, how much of a promise comes true.
+
+The numbers are made by pure modules (`calibration`, `horizon`, `validation`); this keeps them for one deployment, feeds them,
+and turns them into a document for the store, so that a restart forgets nothing that took hours to learn.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from eplb_service import control
+from eplb_service.calibration import INTERFERENCE_SAMPLES_MIN, Learned, StepSample, StepTimeModel
+from eplb_service.costs import MeasuredCosts
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import BrokenInvariantError
+from eplb_service.gate import CLEARED_NOISE, Verdict
+from eplb_service.generation import LiveMap
+from eplb_service.horizon import Horizon, PastPlan, WindowSum
+from eplb_service.imbalance import Float64Array, Imbalance
+from eplb_service.membership.machine import Group
+from eplb_service.noise import overdispersion
+from eplb_service.placement import Placement
+from eplb_service.planner.loads import loads_of, source_loads_of
+from eplb_service.validation import Bias, changed_share
+from eplb_service.window.report import CombinedWindow
+
+PLANS_KEPT = 6
+PLANS_APART = 4
+"""Windows between two plans that are followed: neighbours say the same."""
+
+STORE_EVERY = 16
+"""Windows between two writes of what was learned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Held:
+    """Nothing is moved until the load has changed: a generation was rolled back. loads: at that time, shape (L, E) each."""
+
+    generation: int
+    reason: str
+    loads: tuple[Float64Array, ...]
+
+
+class Learning:
+    """What was learned of one deployment."""
+
+    def __init__(self, *, windows_kept: int) -> None:
+        self.costs = Learned()
+        self.bias = Bias()
+        self.horizon: Horizon | None = None
+        """As measured last."""
+        self.held: Held | None = None
+        self.history: deque[WindowSum] = deque(maxlen=windows_kept)
+        self.plans: deque[PastPlan] = deque(maxlen=PLANS_KEPT)
+        self._windows_until_stored = STORE_EVERY
+
+    # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def group_changed(self) -> None:
+        """Windows are counted anew, over other ranks perhaps."""
+        self.history.clear()
+        self.plans.clear()
+
+    def window_closed(
+        self, window: CombinedWindow, imbalance: Imbalance, live: LiveMap, group: Group, dispatch: Dispatch, *, copying: bool
+    ) -> bool:
+        """One more window; imbalance: under the live map. Returns whether it is time to store what was learned."""
+        counted = [loads_of(window, table) for table in live.placement.tables]
+        index = window.windows[-1][1]
+        if self.history and self.history[-1].index >= index:
+            return False
+        loads = tuple(part.loads.sum(axis=0) for part in counted)
+        self.history.append(
+            WindowSum(
+                index=index,
+                loads=loads,
+                sources=tuple(source_loads_of(part, window, group, dispatch) for part in counted),
+                steps=window.steps,
+                live_digest=window.live_digest,
+                coverage=window.coverage,
+                dispersion=max(overdispersion(part.loads) for part in counted),
+                step_s=window.step_time_mean_s,
+            )
+        )
+        self._learn_step(window, loads, imbalance, live, group, copying=copying)
+        self._windows_until_stored -= 1
+        if self._windows_until_stored <= 0:
+            self._windows_until_stored = STORE_EVERY
+            return True
+        return False
+
+    def _learn_step(
+        self,
+        window: CombinedWindow,
+        loads: tuple[Float64Array, ...],
+        imbalance: Imbalance,
+        live: LiveMap,
+        group: Group,
+        *,
+        copying: bool,
+    ) -> None:
+        if window.step_time_mean_s <= 0 or window.steps <= 0 or (window.live_digest != live.digest and not copying):
+            return
+        mean = np.concatenate([load.sum(axis=1) for load in loads]) / len(group.topology.alive_positions()) / window.steps
+        busiest = float((np.array(imbalance.per_layer) * mean).sum())
+        sample = StepSample(seconds=window.step_time_mean_s, busiest=busiest, mean=float(mean.sum()))
+        if copying:
+            self.costs.step_while_copying(sample)
+        else:
+            self.costs.step(sample)
+
+    def heard(self, message: control.FromRank) -> None:
+        """A rank staged or flipped a chunk."""
+        if isinstance(message, control.Staged):
+            received = message.received
+            self.costs.links.add(same_node=received.same_node, cross_node=received.cross_node, seconds=message.seconds)
+        elif isinstance(message, control.Flipped):
+            self.costs.stalls.add(message.chunk_id, message.stall_s)
+
+    def planned(self, verdict: Verdict, before: Placement, after: Placement) -> None:
+        """A plan whose gain stood clear of noise is followed, whatever the gate said: how soon does it go stale?"""
+        if verdict.code not in CLEARED_NOISE or verdict.gain <= 0 or not self.history:
+            return
+        index = self.history[-1].index
+        if self.plans and index - self.plans[-1].index < PLANS_APART:
+            return
+        self.plans.append(PastPlan(index=index, before=before.tables, after=after.tables, promised=verdict.gain))
+
+    # ── what follows from it ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def model(self) -> StepTimeModel | None:
+        """How step time follows the load of the busiest ranks; None while that is not known well enough."""
+        model = self.costs.model()
+        return model if isinstance(model, StepTimeModel) else None
+
+    def measured(self) -> MeasuredCosts:
+        """All that is known of costs."""
+        model = self.costs.model()
+        within, across = self.costs.links.rates()
+        return MeasuredCosts(
+            seconds_per_token=model.seconds_per_token if isinstance(model, StepTimeModel) else None,
+            why_not=str(model),
+            horizon_steps=self.horizon.steps if self.horizon is not None else None,
+            bytes_per_s=within,
+            cross_node_bytes_per_s=across,
+            commit_stall_s=self.costs.stalls.mean_s(),
+            copy_interference=self.costs.interference.mean(INTERFERENCE_SAMPLES_MIN),
+        )
+
+    def offset_s(self, windows: int) -> float:
+        """By how much steps took longer than the model says in the last windows without copies."""
+        model = self.model
+        if model is None:
+            return 0.0
+        recent = list(self.costs.steps)[-windows:]
+        off = [sample.seconds - model.predict(busiest=sample.busiest, mean=sample.mean) for sample in recent]
+        return sum(off) / len(off) if off else 0.0
+
+    def why_held(self, loads: tuple[Float64Array, ...], least_change: float) -> str:
+        """Why nothing is to be moved now; empty once the load has changed (then the hold is over)."""
+        if self.held is None:
+            return ""
+        fits = len(loads) == len(self.held.loads) and all(
+            mine.shape == theirs.shape for mine, theirs in zip(loads, self.held.loads, strict=True)
+        )
+        change = changed_share(self.held.loads, loads) if fits else 1.0
+        if change >= least_change:
+            self.held = None
+            return ""
+        return (
+            f"generation {self.held.generation} was rolled back ({self.held.reason}); nothing is moved until the load has"
+            f" changed: {change:.1%} of the tokens go elsewhere by now, {least_change:.1%} is a change"
+        )
+
+    # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def to_document(self) -> bytes:
+        """For the store: all but the windows."""
+        horizon = self.horizon
+        tree: dict[str, Any] = {
+            "costs": self.costs.to_json(),
+            "bias": [self.bias.promised, self.bias.observed],
+            "horizon": None
+            if horizon is None
+            else [horizon.steps, horizon.half_life_steps, list(horizon.shares), horizon.num_plans],
+            "held": None if self.held is None else _held_tree(self.held),
+        }
+        return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
+
+    def read_document(self, data: bytes) -> None:
+        """Take up what `to_document` gave. Raises BrokenInvariantError when it cannot be read; then nothing changed."""
+        try:
+            tree = json.loads(data)
+            costs = Learned.from_json(tree["costs"])
+            bias = Bias(*(float(value) for value in tree["bias"]))
+            horizon = _horizon(tree["horizon"])
+            held = None if tree["held"] is None else _held(tree["held"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise BrokenInvariantError(
+                f"what was learned of this deployment cannot be read ({error}); it is learned anew"
+            ) from None
+        self.costs, self.bias, self.horizon, self.held = costs, replace(bias), horizon, held
+
+
+def _horizon(tree: Any) -> Horizon | None:
+    if tree is None:
+        return None
+    steps, half_life, shares, plans = tree
+    return Horizon(
+        steps=float(steps),
+        half_life_steps=None if half_life is None else float(half_life),
+        shares=tuple(map(float, shares)),
+        num_plans=int(plans),
+    )
+
+
+def _held_tree(held: Held) -> dict[str, Any]:
+    packed = [
+        {"shape": list(load.shape), "data": base64.b64encode(load.astype("<f4").tobytes()).decode("ascii")}
+        for load in held.loads
+    ]
+    return {"generation": held.generation, "reason": held.reason, "loads": packed}
+
+
+def _held(tree: Mapping[str, Any]) -> Held:
+    loads = tuple(
+        np.frombuffer(base64.b64decode(part["data"], validate=True), "<f4").astype(np.float64).reshape(part["shape"])
+        for part in tree["loads"]
+    )
+    if not all(np.isfinite(load).all() for load in loads):
+        raise ValueError("a load is not finite")
+    return Held(generation=int(tree["generation"]), reason=str(tree["reason"]), loads=loads)
