@@ -1,4 +1,4 @@
-"""Reads a placement slot by slot against the rules as constraints state them: slow, obvious, and apart from the code tested.
+"""Reads a placement slot by slot against the rules as constraints state them: slow, obvious, apart from the code tested."""
 
 from __future__ import annotations
 
