@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import rows_balance, rows_moves
+from benchmarks import rows_balance, rows_gate, rows_moves
 from benchmarks.measuring import Measured, NotBuiltError, Peers, Row, proposal_of, score, scored_peer
 from benchmarks.peers import Planner, peer_sglang, peer_vllm
 from benchmarks.report import machine, markdown_table, written_between_marks
@@ -27,7 +27,7 @@ from eplb_service.cli.output import print_table
 from eplb_service.errors import EplbError
 from eplb_service.policy.registry import policy_names
 
-ROWS: tuple[Row, ...] = (*rows_moves.ROWS, *rows_balance.ROWS)
+ROWS: tuple[Row, ...] = (*rows_moves.ROWS, *rows_gate.ROWS, *rows_balance.ROWS)
 SEEDS = (1, 2, 3, 4)
 FIGURES = ("figure", "peers", "at least", "aim", "measured", "at least met", "aim met")
 PLANNERS = ("planner", "mean over layers", "worst layer", "experts moved", "slots rewritten", "doubled", "time")

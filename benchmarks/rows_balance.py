@@ -8,8 +8,10 @@ from benchmarks.measuring import Measured, Peers, Row, peers_text, proposal_of, 
 from benchmarks.rows_moves import layers_over
 from benchmarks.standard import drifted_load, problem_of, standard_load
 from eplb_service.dispatch import Dispatch
-from eplb_service.offline.facts import off_node_replicas
-from eplb_service.policy.base import Constraints, Effort
+from eplb_service.imbalance import imbalance_per_layer
+from eplb_service.policy.base import Constraints, Effort, PlanningProblem, Proposal
+from eplb_service.policy.plan_costs import off_node_replicas
+from eplb_service.static_dispatch import static_shares
 
 GOLDEN = (600.0, 560.0, 120.0, 120.0, 20.0, 10.0, 10.0, 10.0)
 GOLDEN_OPTIMUM = 196 + 2 / 3
@@ -43,12 +45,20 @@ def nearest(peers: Peers, seed: int) -> Measured:
     )
     proposal, cpu_s = proposal_of("minmove", problem)
     mean, worst = proposal.predicted.mean, proposal.predicted.worst
+    whole = imbalance_under_tables(problem, proposal)
     return Measured(
-        ours=f"{mean:.4f} / {worst:.4f}, {proposal.moves.experts:,} moves, {cpu_s:.1f} s",
+        ours=f"{mean:.4f} / {worst:.4f}, whole sources {whole:.4f}, {proposal.moves.experts:,} moves, {cpu_s:.1f} s",
         least=mean <= 1.01 and worst <= 1.015,
-        aim=mean <= 1.005 and worst <= 1.015,
+        aim=mean <= 1.005 and worst <= 1.015 and whole <= 1.015,
         peers=peers_text(peers, problem, lambda s: f"{s.imbalance.mean:.3f} / {s.imbalance.worst:.3f}"),
     )
+
+
+def imbalance_under_tables(problem: PlanningProblem, proposal: Proposal) -> float:
+    """Mean over layers when every rank sends all its tokens of an expert to one copy, as static tables in engines do."""
+    shares = static_shares(proposal.placement, problem.topology, seed=0)
+    loads = np.einsum("lre,le->lr", shares, problem.total_loads)
+    return float(imbalance_per_layer(loads).mean())
 
 
 def soft_groups(peers: Peers, seed: int) -> Measured:
@@ -63,7 +73,7 @@ def soft_groups(peers: Peers, seed: int) -> Measured:
         from_nothing=True,
     )
     proposal, cpu_s = proposal_of("minmove", problem)
-    away = float(np.mean(off_node_replicas(proposal.placement, problem.topology, GROUPS)))
+    away = float(off_node_replicas(proposal.placement.physical_to_logical, problem).mean())
     over = layers_over(proposal, 1.01)
     strict = problem_of(standard_load(seed), num_nodes=NODES, constraints=Constraints(num_groups=GROUPS))
     missed = f", {over} LAYERS OVER" if over else ""
@@ -135,7 +145,7 @@ ROWS = (
         name="nearest",
         what="nearest dispatch (8 ranks a node), uniform sources: mean / worst imbalance",
         at_least="1.01 / 1.015",
-        aim="1.005",
+        aim="1.005, whole sources 1.015",
         seeded=True,
         measure=nearest,
     ),

@@ -43,22 +43,25 @@ def problem_of(
     num_nodes: int = 1,
     current: Table | None = None,
     constraints: Constraints | None = None,
+    expert_bytes: int = 0,
     **asked: Any,
 ) -> PlanningProblem:
-    """A problem that starts from slot i = expert i % E, or from a table. Loads: shape (L, E)."""
+    """A problem that starts from slot i = expert i % E, or from a table. Loads: shape (L, E), or (windows, L, E)."""
+    loads = loads if loads.ndim == 3 else loads[None]
     topology = Topology.regular(num_ranks=num_ranks, num_nodes=num_nodes)
     linear = Table.linear(
         model="standard",
-        layer_ids=range(loads.shape[0]),
-        num_logical=loads.shape[1],
+        layer_ids=range(loads.shape[1]),
+        num_logical=loads.shape[2],
         rank_ids=topology.rank_ids,
         slots_per_rank=slots_per_rank,
     )
     return PlanningProblem(
-        loads=loads[None],
+        loads=loads,
         topology=topology,
         current=linear if current is None else current,
         constraints=constraints or Constraints(),
+        expert_bytes=(expert_bytes,) * loads.shape[1],
         time_limit_s=TIME_LIMIT_S,
         **asked,
     )

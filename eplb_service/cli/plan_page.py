@@ -13,7 +13,7 @@ from eplb_service.moves import residencies
 from eplb_service.offline.facts import PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
 from eplb_service.placement import EMPTY_SLOT
-from eplb_service.policy.base import PlanningProblem, Proposal
+from eplb_service.policy.base import ConstraintCosts, PlanningProblem, Proposal
 from eplb_service.topology import LinkKind
 
 LEGEND = "imbalance is max rank load / mean rank load; mean over layers / worst layer; 1 is perfect"
@@ -86,6 +86,8 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
         shown.append(("tokens", f"{after.cross_node_share:.1%} cross nodes, before {before.cross_node_share:.1%}"))
     if plan.unprotected is not None and problem.constraints.resilience is not None:
         shown.append(("resilience", _resilience(plan)))
+    if proposal.costs is not None and proposal.costs.num_kept_faults:
+        shown.append(("left undone", _left(proposal.costs)))
     return shown
 
 
@@ -148,11 +150,19 @@ def _resilience(plan: OfflinePlan) -> str:
     if without is None or asked is None:
         return ""
     share = "every expert" if asked.hot_share == 1.0 else f"the hottest {asked.hot_share:.0%} of experts"
+    costs = with_it.costs
+    left = f"; {costs.unprotected:,} of {costs.protected:,} are NOT yet" if costs is not None and costs.unprotected else ""
     return (
-        f"{share} on two {asked.domain.value}s; it costs {with_it.moves.experts - without.moves.experts:+,} moves and"
+        f"{share} on two {asked.domain.value}s{left}; it costs {with_it.moves.experts - without.moves.experts:+,} moves and"
         f" {with_it.predicted.worst - without.predicted.worst:+.4f} imbalance of the worst layer"
         f" (without: {without.moves.experts:,} and {without.predicted.worst:.4f})"
     )
+
+
+def _left(costs: ConstraintCosts) -> str:
+    """Constraints that the live placement breaks and that limits on moves left so."""
+    more = costs.num_kept_faults - len(costs.kept_faults)
+    return "; ".join(costs.kept_faults) + (f"; and {more} more" if more > 0 else "")
 
 
 def show_layers(plan: OfflinePlan, facts: PlanFacts) -> None:

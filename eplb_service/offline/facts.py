@@ -14,7 +14,7 @@ from eplb_service.hops import TokenHops, token_hops
 from eplb_service.moves import residencies
 from eplb_service.placement import EMPTY_SLOT, Table
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
-from eplb_service.topology import Topology
+from eplb_service.policy.plan_costs import off_node_replicas
 
 TARGET_TOLERANCE = 1e-9
 """Relative: a layer is at its target up to rounding."""
@@ -41,9 +41,9 @@ class PlanFacts:
 
     moves_per_layer: residencies moved. layers_over: ids of layers above the target; None = no target was given.
     redundant_experts: slots beyond E that hold something, most over layers. redundant_bytes_per_rank: memory of the copies
-    beyond one of each expert, over all layers, on the average rank. off_node: replicas off their group's node per layer, for
-    the best choice of nodes; () without soft groups. hops: where the tokens go under the dispatch, before and after; None = the
-    fleet is one node.
+    beyond one of each expert, over all layers, on the average rank. off_node: replicas off their group's node (where most of
+    the group's are) per layer; () without soft groups. hops: where the tokens go under the dispatch, before and after; None =
+    the fleet is one node.
     """
 
     moves_per_layer: tuple[int, ...]
@@ -70,8 +70,7 @@ def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
         highest = problem.max_imbalance * (1 + TARGET_TOLERANCE)
         ids = proposal.placement.layer_ids
         over = tuple(layer for layer, value in zip(ids, proposal.predicted.per_layer, strict=True) if value > highest)
-    groups = problem.constraints.num_groups
-    soft = groups is not None and groups > 1 and problem.constraints.group_price is not None
+    soft = (problem.constraints.num_groups or 1) > 1 and problem.constraints.group_price is not None
     copies = (proposal.placement.physical_to_logical != EMPTY_SLOT).sum(axis=1) - proposal.placement.num_logical
     sizes = np.array(problem.expert_bytes or (0,) * problem.current.num_layers, dtype=object)
     return PlanFacts(
@@ -81,7 +80,7 @@ def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
         limits=_limits_used(problem, proposal, per_layer, per_rank),
         redundant_experts=int(copies.max()),
         redundant_bytes_per_rank=int((copies.astype(object) * sizes).sum()) // len(problem.topology.alive_positions()),
-        off_node=off_node_replicas(proposal.placement, problem.topology, groups) if soft and groups is not None else (),
+        off_node=tuple(off_node_replicas(proposal.placement.physical_to_logical, problem).tolist()) if soft else (),
         hops=_hops(problem, proposal) if problem.topology.num_nodes > 1 else None,
     )
 
@@ -127,30 +126,6 @@ def _limits_used(
     if problem.from_nothing:
         return ()
     return tuple(LimitUse(name=name, used=used, most=most, where=where) for name, used, most, where in rows if most is not None)
-
-
-def off_node_replicas(table: Table, topology: Topology, num_groups: int) -> tuple[int, ...]:
-    """Per layer, replicas off their group's node, when each node that serves gets G / N groups and the choice is the best one.
-
-    Empty when groups do not divide over the nodes or experts over groups.
-    """
-    alive = [rank not in topology.dead for rank in topology.rank_ids]
-    nodes = sorted({node for node, serves in zip(topology.node_indices, alive, strict=True) if serves})
-    if table.num_logical % num_groups or num_groups % len(nodes):
-        return ()
-    from eplb_service.policy.matching import cheapest_matching  # noqa: PLC0415  (compiled; most plans have no soft groups)
-
-    node_of_slot = np.repeat(np.array(topology.node_indices), table.slots_per_rank)
-    size, each = table.num_logical // num_groups, num_groups // len(nodes)
-    away = []
-    for row in table.physical_to_logical:
-        used = row != EMPTY_SLOT
-        held = np.zeros((num_groups, topology.num_nodes), np.int64)
-        np.add.at(held, (row[used] // size, node_of_slot[used]), 1)
-        cost = held.sum(axis=1, keepdims=True) - held[:, np.repeat(nodes, each)]
-        choice = cheapest_matching(np.ascontiguousarray(cost))
-        away.append(int(cost[np.arange(num_groups), choice].sum()))
-    return tuple(away)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,8 +14,8 @@ def plan_document(plan: OfflinePlan, facts: PlanFacts | None = None) -> dict[str
 
     Beside the placement document: policy, status, cut_off, stopped {code, reason}, imbalance {mean, worst, per_layer}, and
     imbalance_before, lower_bound of the same shape, target {max_imbalance, met, layers_over}, moves {experts, per_layer, …,
-    lower_bound, against}, limits, redundancy, front, cost of resilience, tokens by link, and asked: what the plan was made for.
-    solve_s leaves out loading and compiling the policy.
+    lower_bound}, moves_against, limits, redundancy, front, cost of resilience, what was left undone, tokens by link, and asked:
+    what the plan was made for. solve_s leaves out loading and compiling the policy.
     """
     proposal, problem = plan.proposal, plan.problem
     facts = facts_of(problem, proposal) if facts is None else facts
@@ -59,6 +59,7 @@ def plan_document(plan: OfflinePlan, facts: PlanFacts | None = None) -> dict[str
         if facts.hops is None
         else {"before": facts.hops[0].to_json(), "planned": facts.hops[1].to_json()},
         "resilience_cost": _resilience_cost(plan),
+        "left_undone": [] if proposal.costs is None else list(proposal.costs.kept_faults),
         "front": front_document(plan),
         "asked": _asked(problem),
     }
@@ -87,7 +88,10 @@ def _resilience_cost(plan: OfflinePlan) -> dict[str, object] | None:
     if plan.unprotected is None:
         return None
     with_it, without = plan.proposal, plan.unprotected
+    costs = with_it.costs
     return {
+        "protected": 0 if costs is None else costs.protected,
+        "unprotected": 0 if costs is None else costs.unprotected,
         "moves": with_it.moves.experts - without.moves.experts,
         "imbalance_mean": with_it.predicted.mean - without.predicted.mean,
         "imbalance_worst": with_it.predicted.worst - without.predicted.worst,

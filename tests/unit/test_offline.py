@@ -11,13 +11,12 @@ import pytest
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedError
 from eplb_service.ids import RankId
-from eplb_service.offline.facts import facts_of, off_node_replicas, why_it_stopped
+from eplb_service.offline.facts import facts_of, why_it_stopped
 from eplb_service.offline.placement_file import Expectation, read_placement
 from eplb_service.offline.plan import OfflinePlan, default_policy, fleet_topology, grown_table, plan_offline, starting_table
 from eplb_service.offline.plan_document import plan_document
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, RawPlan, Resilience
-from eplb_service.topology import Topology
 
 LOADS = np.random.default_rng(2).gamma(0.5, 100, (3, 4, 10))
 
@@ -183,26 +182,14 @@ def test_cost_of_resilience_is_against_the_same_plan_without_it() -> None:
     assert cost["imbalance_worst"] == pytest.approx(plan.proposal.predicted.worst - plan.unprotected.predicted.worst)
 
 
-def brute_off_node(row: list[int], node_of_slot: list[int], groups: int, size: int) -> int:
-    """Every way to give two nodes as many groups each."""
-    import itertools
-
-    return min(
-        sum(expert >= 0 and (expert // size in first) != (node == 0) for expert, node in zip(row, node_of_slot, strict=True))
-        for first in itertools.combinations(range(groups), groups // 2)
-    )
-
-
-def test_replicas_off_their_groups_node_are_counted_for_the_best_choice_of_nodes() -> None:
-    random = np.random.default_rng(3)
-    topology = Topology.regular(num_ranks=4, num_nodes=2)
-    node_of_slot = [0] * 6 + [1] * 6
-    for _ in range(50):
-        row = random.permutation(np.concatenate([np.arange(8), random.integers(-1, 8, 4)]))
-        table = Table("m", (0,), 8, topology.rank_ids, row[None].astype(np.int32))
-        assert off_node_replicas(table, topology, 4) == (brute_off_node(row.tolist(), node_of_slot, 4, 2),)
-    linear = Table.linear(model="m", layer_ids=(0,), num_logical=8, rank_ids=topology.rank_ids, slots_per_rank=3)
-    assert off_node_replicas(linear, topology, 3) == ()
+def test_replicas_off_their_groups_node_are_told_of_soft_groups_only() -> None:
+    soft = planned(loads=LOADS[:, :, :8], nodes=2, constraints=Constraints(num_groups=4, group_price=0.5))
+    facts = facts_of(soft.problem, soft.proposal)
+    assert len(facts.off_node) == 4
+    assert soft.proposal.costs is not None
+    assert np.mean(facts.off_node) == soft.proposal.costs.off_node
+    strict = planned(loads=LOADS[:, :, :8], nodes=2, constraints=Constraints(num_groups=4))
+    assert facts_of(strict.problem, strict.proposal).off_node == ()
 
 
 def test_what_was_asked_stands_in_the_document() -> None:
