@@ -7,6 +7,7 @@ import numpy as np
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Policy, RawPlan, load_shape_of, reduced_to_shape
+from eplb_service.policy.feasibility import check_feasible
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
 
@@ -16,11 +17,17 @@ def tiny_problem() -> PlanningProblem:
     ranks = tuple(RankId(rank) for rank in range(2))
     current = Table.linear(model="warm-up", layer_ids=(0, 1), num_logical=3, rank_ids=ranks, slots_per_rank=2)
     loads = np.array([[[7.0, 5.0, 1.0], [0.0, 0.0, 0.0]], [[6.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
-    return PlanningProblem(loads=loads, topology=Topology.regular(num_ranks=2), current=current, work_budget=100)
+    wanted = current.with_rows({0: np.array([0, 1, 2, 1])})
+    topology = Topology.regular(num_ranks=2)
+    return PlanningProblem(loads=loads, topology=topology, current=current, wanted=wanted, work_budget=100)
 
 
 def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
-    """The policy's answer to a problem, with the loads in the shape that it declares. Raises whatever the policy raises."""
+    """The policy's answer to a problem, with the loads in the shape that it declares.
+
+    Raises InvalidInputError, before the policy is asked, when constraints contradict one another; else what the policy raises.
+    """
+    check_feasible(problem)
     raw: RawPlan = policy.plan(reduced_to_shape(problem, load_shape_of(policy)))
     return raw
 
