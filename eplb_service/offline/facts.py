@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from eplb_service.hops import TokenHops, token_hops
-from eplb_service.moves import residencies
-from eplb_service.placement import EMPTY_SLOT, Table
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
+from eplb_service.policy.limits import limits_of
 from eplb_service.policy.plan_costs import off_node_replicas
+from eplb_service.policy.row_check import Changes
 
 TARGET_TOLERANCE = 1e-9
 """Relative: a layer is at its target up to rounding."""
@@ -63,8 +63,7 @@ class PlanFacts:
 
 def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
     """The facts of a proposal."""
-    moved = moved_residencies(problem.current, proposal.placement)
-    per_layer, per_rank = moved.sum(axis=(1, 2)), moved.sum(axis=(0, 2))
+    changes = Changes.between(proposal.placement.physical_to_logical, problem, limits_of(problem), proposal.moves)
     over = None
     if problem.max_imbalance is not None:
         highest = problem.max_imbalance * (1 + TARGET_TOLERANCE)
@@ -74,10 +73,10 @@ def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
     copies = (proposal.placement.physical_to_logical != EMPTY_SLOT).sum(axis=1) - proposal.placement.num_logical
     sizes = np.array(problem.expert_bytes or (0,) * problem.current.num_layers, dtype=object)
     return PlanFacts(
-        moves_per_layer=tuple(per_layer.tolist()),
-        moves_per_rank=tuple(per_rank.tolist()),
+        moves_per_layer=tuple(changes.received.sum(axis=1).tolist()),
+        moves_per_rank=tuple(changes.received.sum(axis=0).tolist()),
         layers_over=over,
-        limits=_limits_used(problem, proposal, per_layer, per_rank),
+        limits=_limits_used(problem, changes),
         redundant_experts=int(copies.max()),
         redundant_bytes_per_rank=int((copies.astype(object) * sizes).sum()) // len(problem.topology.alive_positions()),
         off_node=tuple(off_node_replicas(proposal.placement.physical_to_logical, problem).tolist()) if soft else (),
@@ -93,38 +92,20 @@ def _hops(problem: PlanningProblem, proposal: Proposal) -> tuple[TokenHops, Toke
     return before, after
 
 
-def moved_residencies(before: Table, after: Table) -> npt.NDArray[np.bool_]:
-    """Residencies that were not there before, shape (L, R, E)."""
-    shape = {"num_ranks": before.num_ranks, "num_logical": before.num_logical}
-    pairs = zip(before.physical_to_logical, after.physical_to_logical, strict=True)
-    return np.array([residencies(new, **shape) & ~residencies(old, **shape) for old, new in pairs])
-
-
-def _limits_used(
-    problem: PlanningProblem, proposal: Proposal, per_layer: npt.NDArray[np.int64], per_rank: npt.NDArray[np.int64]
-) -> tuple[LimitUse, ...]:
-    """Use of every limit on moves that the problem has."""
-    constraints, moves = problem.constraints, proposal.moves
-    layer, rank = int(per_layer.argmax()), int(per_rank.argmax())
-    rows = [
-        ("max_moves", moves.experts, constraints.max_moves, ""),
-        ("max_moves_per_rank", int(per_rank[rank]), constraints.max_moves_per_rank, f"rank {problem.topology.rank_ids[rank]}"),
-        (
-            "max_moves_per_layer",
-            int(per_layer[layer]),
-            constraints.max_moves_per_layer,
-            f"layer {problem.current.layer_ids[layer]}",
-        ),
-        (
-            "max_layers",
-            int((proposal.placement.physical_to_logical != problem.current.physical_to_logical).any(axis=1).sum()),
-            constraints.max_layers,
-            "",
-        ),
-        ("max_move_bytes", moves.move_bytes, constraints.max_move_bytes, ""),
-    ]
+def _limits_used(problem: PlanningProblem, changes: Changes) -> tuple[LimitUse, ...]:
+    """Use of every limit on moves that the problem has, counted as `verify` does."""
     if problem.from_nothing:
         return ()
+    constraints, per_layer, per_rank = problem.constraints, changes.received.sum(axis=1), changes.received.sum(axis=0)
+    layer, rank = int(per_layer.argmax()), int(per_rank.argmax())
+    rank_name, layer_name = f"rank {problem.topology.rank_ids[rank]}", f"layer {problem.current.layer_ids[layer]}"
+    rows = (
+        ("max_moves", changes.summary.experts, constraints.max_moves, ""),
+        ("max_moves_per_rank", int(per_rank[rank]), constraints.max_moves_per_rank, rank_name),
+        ("max_moves_per_layer", int(per_layer[layer]), constraints.max_moves_per_layer, layer_name),
+        ("max_layers", changes.layers, constraints.max_layers, ""),
+        ("max_move_bytes", changes.summary.move_bytes, constraints.max_move_bytes, ""),
+    )
     return tuple(LimitUse(name=name, used=used, most=most, where=where) for name, used, most, where in rows if most is not None)
 
 
