@@ -8,19 +8,23 @@ not improved keeps it, so a plan on the same load moves nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.errors import InvalidInputError
-from eplb_service.moves import count_moves
-from eplb_service.policy import kernels
+from eplb_service.moves import count_moves, residencies
+from eplb_service.policy import plain_layers
 from eplb_service.policy.base import PlanningProblem, RawPlan
+from eplb_service.policy.contradictions import has_strict_groups
 from eplb_service.policy.groups import Layout, grouped_rows
+from eplb_service.policy.kernels import loads_of_bins
+from eplb_service.policy.layer_task import DEFAULT_TARGET, Float64Array, Int32Array, Int64Array, LayerTask, layer_task
 from eplb_service.policy.limits import Limits, legal_rows, limits_of
-from eplb_service.policy.repair import repair_row
+from eplb_service.policy.matching import row_near
+from eplb_service.policy.move_limits import LayerPlan, within_move_limits
+from eplb_service.policy.repair import repaired_row
+from eplb_service.policy.task_layers import plan_task
 
 STEPS_PER_LAYER = 200
 """Exchanges tried for one layer when the problem gives no work budget."""
@@ -35,26 +39,6 @@ RELATIVE_GAIN_MIN = 1e-9
 """A new row must be better than the current one by more than rounding, else the current one stays."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerPlan:
-    """A candidate row of one layer.
-
-    before, after: height of the current and the new row (busiest rank's load for its capacity, tokens); before is infinite when
-    the current row cannot stay (experts unreachable, slots dead or out of use). moves: from the current row.
-    """
-
-    row: npt.NDArray[np.int32]
-    before: float
-    after: float
-    moves: int
-
-
-def height_of(row: npt.NDArray[np.integer], load: npt.NDArray[np.float64], limits: Limits) -> float:
-    """Largest rank load over capacity under even split. Row: shape (P,), legal; load: shape (E,)."""
-    bins = np.asarray(row, np.int32).reshape(limits.usable.shape)
-    return float((kernels.loads_of_bins(bins, load) / limits.capacity).max())
-
-
 class GreedyPolicy:
     """Fast heuristic; see the module."""
 
@@ -62,116 +46,174 @@ class GreedyPolicy:
     options: Mapping[str, str] = MappingProxyType({})
 
     def plan(self, problem: PlanningProblem) -> RawPlan:
-        """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints."""
+        """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints.
+
+        Status `limited`: limits on moves kept layers from their better row; they got what fits, or stay as they are.
+        """
         limits = limits_of(problem)
         loads = problem.total_loads
-        candidates = plan_layers(problem, limits, loads)
-        return RawPlan(physical_to_logical=within_move_budget(problem, limits, loads, candidates), status="heuristic")
+        plans = plan_layers(problem, limits, loads)
+        rows, limited = within_move_limits(problem, limits, plans)
+        return RawPlan(physical_to_logical=rows, status="limited" if limited else "heuristic")
 
 
-def plan_layers(problem: PlanningProblem, limits: Limits, loads: npt.NDArray[np.float64]) -> list[LayerPlan | None]:
-    """The new row of each layer, None where the current one stays: it is idle and reachable, or no better row was found.
+def height_of(row: npt.NDArray[np.integer], load: Float64Array, limits: Limits, base: Float64Array | None = None) -> float:
+    """Largest work over capacity of a rank under even split. Row: shape (P,), legal; load: (E,); base: (R,), tokens."""
+    bins = np.asarray(row, np.int32).reshape(limits.usable.shape)
+    work = loads_of_bins(bins, load)
+    return float(((work if base is None else work + base) / limits.capacity).max())
+
+
+def base_of(problem: PlanningProblem, loads: Float64Array) -> Float64Array:
+    """Work of its own of each rank in each layer, shape (L, R), tokens. Loads: shape (L, E)."""
+    topology = problem.topology
+    if topology.base_load is None:
+        return np.zeros((loads.shape[0], topology.num_ranks))
+    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
+    base: Float64Array = loads.sum(axis=1)[:, None] / max(1, int(alive.sum())) * np.where(alive, topology.base_load, 0.0)
+    return base
+
+
+def plan_layers(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
+    """The new row of each layer, None where the current one stays: it is idle and legal, or no better row was found.
 
     A row that only breaks a rule for new rows (an expert twice on a rank, a group on two nodes) is replaced, but may stay when
-    moves are short.
+    moves are short. Loads: shape (L, E).
     """
-    table = problem.current
-    rows = table.physical_to_logical
-    shape = {"num_ranks": table.num_ranks, "num_logical": table.num_logical}
-    steps_max = STEPS_PER_LAYER if problem.work_budget is None else problem.work_budget // table.num_layers
-    legal = legal_rows(rows, limits, table.num_logical) & grouped_rows(problem)
-    reachable = legal_rows(rows, limits.without_copy_rules(), table.num_logical)
+    if limits.plain and (problem.constraints.num_groups or 1) == 1:
+        return _plan_plain(problem, limits, loads)
+    return _plan_tasks(problem, limits, loads)
+
+
+def _steps_max(problem: PlanningProblem) -> int:
+    return STEPS_PER_LAYER if problem.work_budget is None else problem.work_budget // problem.current.num_layers
+
+
+def plan_parts(
+    loads: Float64Array, room: Int64Array, capacity: Float64Array, bases: Float64Array, limits: Limits, steps_max: int
+) -> Int32Array:
+    """Bins of layers on ranks that serve, shape (L, R, S). Loads: (L, E), some in each; room, capacity: (R,); bases: (L, R)."""
+    copies_max = min(limits.copies_max, room.size) if limits.distinct else limits.copies_max
+    orders = np.argsort(-loads, axis=1)
+    width, distinct = limits.usable.shape[1], limits.distinct
+    bins, copies, heights, bounds = plain_layers.pack_layers(
+        loads, orders, room, capacity, bases, width, copies_max, distinct, steps_max, 1.0
+    )
+    high = np.flatnonzero(heights > GOOD_ENOUGH * bounds)
+    trials_max = TRIAL_WORK // (int(room.sum()) * room.size)
+    if high.size and trials_max:
+        varied = bins[high]
+        plain_layers.vary_layers(
+            varied,
+            loads[high],
+            copies[high],
+            GOOD_ENOUGH * bounds[high],
+            room,
+            capacity,
+            bases[high],
+            copies_max,
+            distinct,
+            steps_max,
+            trials_max,
+        )
+        bins[high] = varied
+    result: Int32Array = bins
+    return result
+
+
+def _plan_plain(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
+    """Plans where every expert and slot is like any other."""
     layout = Layout.of(problem, limits)
+    bases = base_of(problem, loads)
+    serving = np.flatnonzero(limits.room > 0)
+    busy = np.asarray(loads.any(axis=1))
+    planned = np.where(busy[:, None], loads, 1.0)
+    bins = plan_parts(planned, limits.room[serving], limits.capacity[serving], bases[:, serving], limits, _steps_max(problem))
+    rows = problem.current.physical_to_logical.reshape(loads.shape[0], *limits.usable.shape).copy()
+    new_rows, legal, before, after, moves = plain_layers.settle_layers(
+        loads,
+        rows,
+        bins,
+        serving,
+        limits.usable,
+        limits.capacity,
+        bases,
+        layout.kinds,
+        limits.copies_max,
+        limits.distinct,
+    )
+    can_stay = np.isfinite(before)
+    wanted = np.where(busy, ~legal | (after < before * (1.0 - RELATIVE_GAIN_MIN)), ~can_stay)
     plans: list[LayerPlan | None] = []
-    for layer, load in enumerate(loads):
-        idle = not load.any()
-        if idle and reachable[layer]:
+    for layer, row in enumerate(new_rows.reshape(loads.shape[0], -1)):
+        if not wanted[layer]:
             plans.append(None)
-            continue
-        current = rows[layer]
-        if idle and not layout.nodes:
-            row = repair_row(current, load, limits, table.num_logical)
+        elif busy[layer]:
+            plans.append(LayerPlan(row, float(before[layer]), float(after[layer]), int(moves[layer])))
         else:
-            row = plan_row(layout, limits, current, np.ones_like(load) if idle else load, steps_max)
-        before = height_of(current, load, limits) if reachable[layer] else np.inf
-        after = height_of(row, load, limits)
-        worth_it = after < before * (1.0 - RELATIVE_GAIN_MIN) or not legal[layer]
-        plans.append(LayerPlan(row, before, after, count_moves(current, row, **shape)) if worth_it else None)
+            plans.append(_mended(problem, layer_task(problem, limits, layout, layer), layer))
     return plans
 
 
-def plan_row(
-    layout: Layout, limits: Limits, current: npt.NDArray[np.int32], load: npt.NDArray[np.float64], steps_max: int
-) -> npt.NDArray[np.int32]:
-    """A row for one layer: every part (a node with its expert groups, or everything) planned by itself. Returns shape (P,)."""
+def _mended(problem: PlanningProblem, task: LayerTask, layer: int) -> LayerPlan:
+    """The nearest legal row of a layer without load."""
+    row = repaired_row(task)
+    shape = {"num_ranks": task.num_ranks, "num_logical": task.num_logical}
+    return LayerPlan(row, np.inf, 0.0, count_moves(problem.current.physical_to_logical[layer], row, **shape))
+
+
+def _plan_tasks(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
+    """Plans where constraints treat experts or ranks unlike."""
+    table = problem.current
+    rows, shape = table.physical_to_logical, {"num_ranks": table.num_ranks, "num_logical": table.num_logical}
+    layout = Layout.of(problem, limits)
+    legal = legal_rows(rows, limits, table.num_logical) & grouped_rows(problem)
+    reachable = legal_rows(rows, limits.without_copy_rules(), table.num_logical)
+    bases = base_of(problem, loads)
+    plans: list[LayerPlan | None] = []
+    for layer, load in enumerate(loads):
+        if not load.any():
+            task = None if legal[layer] else layer_task(problem, limits, layout, layer)
+            plans.append(None if task is None else _mended(problem, task, layer))
+            continue
+        row = _row_of(problem, limits, layout, load, layer)
+        before = height_of(rows[layer], load, limits, bases[layer]) if reachable[layer] else np.inf
+        after = height_of(row, load, limits, bases[layer])
+        worth_it = not legal[layer] or after < before * (1.0 - RELATIVE_GAIN_MIN)
+        plans.append(LayerPlan(row, before, after, count_moves(rows[layer], row, **shape)) if worth_it else None)
+    return plans
+
+
+def _row_of(problem: PlanningProblem, limits: Limits, layout: Layout, load: Float64Array, layer: int) -> Int32Array:
+    """A new row of a layer, shape (P,), near the current one."""
+    current = problem.current.physical_to_logical[layer]
+    if has_strict_groups(problem) and limits.plain:
+        bins = _by_nodes(problem, limits, layout, load, layer)
+    else:
+        task = layer_task(problem, limits, layout, layer)
+        held = residencies(current, num_ranks=task.num_ranks, num_logical=task.num_logical)
+        bins = plan_task(
+            task,
+            off_home=(task.price - ~held) > 0,
+            target=problem.max_imbalance or DEFAULT_TARGET,
+            steps_max=_steps_max(problem),
+        )
+    return row_near(bins, current, limits.usable, layout.kinds, load.size)
+
+
+def _by_nodes(problem: PlanningProblem, limits: Limits, layout: Layout, load: Float64Array, layer: int) -> Int32Array:
+    """Bins of a layer with strict groups: every node with its groups is planned by itself. Shape (R, S)."""
+    base = base_of(problem, load[None])[0]
     best, lowest = np.full(limits.usable.shape, -1, np.int32), np.inf
-    for parts in layout.alternatives(current, load):
+    for parts in layout.alternatives(problem.current.physical_to_logical[layer], load):
         bins = np.full(limits.usable.shape, -1, np.int32)
         for ranks, experts in parts:
-            part = plan_part(load[experts], limits.room[ranks], limits.capacity[ranks], limits, steps_max)
+            own = load[experts][None] if load[experts].any() else np.ones((1, experts.size))
+            part = plan_parts(own, limits.room[ranks], limits.capacity[ranks], base[ranks][None], limits, _steps_max(problem))[
+                0
+            ]
             bins[ranks] = np.where(part >= 0, experts[part], -1)
-        height = float((kernels.loads_of_bins(bins, load) / limits.capacity).max())
+        height = float(((loads_of_bins(bins, load) + base) / limits.capacity).max())
         if height < lowest:
             best, lowest = bins, height
-    return kernels.row_near(best, current, limits.usable, layout.kinds, load.size)
-
-
-def plan_part(
-    load: npt.NDArray[np.float64],
-    room: npt.NDArray[np.int64],
-    capacity: npt.NDArray[np.float64],
-    limits: Limits,
-    steps_max: int,
-) -> npt.NDArray[np.int32]:
-    """Bins for the experts of one part on its ranks. Load: shape (experts,); room, capacity: shape (ranks,)."""
-    num_slots, width = int(room.sum()), limits.usable.shape[1]
-    copies_max = min(limits.copies_max, room.size) if limits.distinct else limits.copies_max
-    copies = kernels.allot_copies(load, num_slots, copies_max)
-    bins = kernels.pack_and_improve(load, copies, room, capacity, width, limits.distinct, steps_max)
-    hottest = float((load / copies).max() / capacity.max())
-    goal = GOOD_ENOUGH * max(hottest, float(load.sum() / capacity.sum()))
-    trials_max = TRIAL_WORK // (num_slots * room.size)
-    return kernels.vary_copies(load, copies, bins, room, capacity, copies_max, limits.distinct, steps_max, goal, trials_max)
-
-
-def within_move_budget(
-    problem: PlanningProblem, limits: Limits, loads: npt.NDArray[np.float64], candidates: list[LayerPlan | None]
-) -> npt.NDArray[np.int32]:
-    """Rows of all layers, shape (L, P): all candidates, or under max_moves those with most gain per move.
-
-    Layers whose current row cannot stay come first, with the fewest moves that make them legal when the budget is short (their
-    whole new row when expert groups matter). Raises InvalidInputError when not even those fit.
-    """
-    rows = problem.current.physical_to_logical.copy()
-    budget = None if problem.from_nothing else problem.constraints.max_moves
-    chosen = {layer: plan for layer, plan in enumerate(candidates) if plan is not None}
-    if budget is None or sum(plan.moves for plan in chosen.values()) <= budget:
-        for layer, plan in chosen.items():
-            rows[layer] = plan.row
-        return rows
-    shape = {"num_ranks": problem.current.num_ranks, "num_logical": problem.current.num_logical}
-    spent, height = dict.fromkeys(chosen, 0), {layer: plan.before for layer, plan in chosen.items()}
-    for layer, plan in chosen.items():
-        if not np.isfinite(plan.before):
-            grouped = (problem.constraints.num_groups or 1) > 1
-            rows[layer] = plan.row if grouped else repair_row(rows[layer], loads[layer], limits, problem.current.num_logical)
-            spent[layer] = count_moves(problem.current.physical_to_logical[layer], rows[layer], **shape)
-            height[layer] = height_of(rows[layer], loads[layer], limits)
-    left = budget - sum(spent.values())
-    if left < 0:
-        raise InvalidInputError(
-            f"{sum(spent.values())} moves are needed to reach every expert without slots that are dead or out of use"
-            f" but at most {budget} are allowed; raise max_moves"
-        )
-
-    def worth(layer: int) -> float:
-        mean = float(loads[layer].sum() / limits.capacity[limits.room > 0].sum())
-        gain = (height[layer] - chosen[layer].after) / mean if mean > 0 else 0.0
-        return gain / max(1, chosen[layer].moves - spent[layer])
-
-    for layer in sorted(chosen, key=lambda layer: (-worth(layer), layer)):
-        extra = chosen[layer].moves - spent[layer]
-        if worth(layer) > 0 and extra <= left:
-            rows[layer] = chosen[layer].row
-            left -= extra
-    return rows
+    return best

@@ -13,9 +13,11 @@ from eplb_service.moves import count_moves
 from eplb_service.policy import kernels
 from eplb_service.policy.base import PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
-from eplb_service.policy.greedy import LayerPlan, height_of, plan_layers, within_move_budget
+from eplb_service.policy.greedy import height_of, plan_layers
 from eplb_service.policy.groups import Layout, Part
 from eplb_service.policy.limits import Limits, limits_of
+from eplb_service.policy.matching import row_near
+from eplb_service.policy.move_limits import LayerPlan, within_move_limits
 from eplb_service.policy.packing_model import VARIABLES_MAX, num_variables, part_of, solve_part
 
 WORK_PER_LAYER = 4000
@@ -68,7 +70,7 @@ class IlpPolicy:
         for layer in sorted(range(problem.current.num_layers), key=lambda layer: (-search.gap(layer), layer)):
             if search.gap(layer) > OPTIMAL_GAP:
                 _solve_layer(search, layer, work)
-        rows = within_move_budget(problem, search.limits, search.loads, search.plans)
+        rows, _ = within_move_limits(problem, search.limits, search.plans)
         return _result(search, rows)
 
 
@@ -156,7 +158,7 @@ def _take_if_better(search: _Search, layer: int, bins: npt.NDArray[np.int32]) ->
     """Turn bins into a row near the live one and keep it when it is lower than what was known."""
     limits, table = search.limits, search.problem.current
     current = table.physical_to_logical[layer]
-    row = kernels.row_near(bins, current, limits.usable, search.layout.kinds, table.num_logical)
+    row = row_near(bins, current, limits.usable, search.layout.kinds, table.num_logical)
     height = height_of(row, search.loads[layer], limits)
     if height >= search.heights[layer] * (1 - 1e-9):
         return

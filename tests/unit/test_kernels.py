@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.policy import kernels
+from eplb_service.policy import exchanges, kernels, matching
 from eplb_service.policy.bounds import hottest_copy
 
 
@@ -18,7 +18,7 @@ def test_matching_is_the_cheapest_of_all_permutations(size: int, data: st.DataOb
     cost = np.array(
         data.draw(st.lists(st.lists(st.integers(0, 9), min_size=size, max_size=size), min_size=size, max_size=size))
     )
-    found = kernels.cheapest_matching(cost.astype(np.int64))
+    found = matching.cheapest_matching(cost.astype(np.int64))
     assert sorted(found.tolist()) == list(range(size))
     best = min(sum(cost[row, column] for row, column in enumerate(p)) for p in itertools.permutations(range(size)))
     assert sum(cost[row, column] for row, column in enumerate(found.tolist())) == best
@@ -60,7 +60,7 @@ def test_packing_and_exchanges_keep_copies_room_and_distinctness(data: st.DataOb
     bins = kernels.pack(load, copies, room, capacity, 4, DISTINCT)
     packed = np.bincount(bins[bins >= 0], minlength=num_logical)
     height = kernels.loads_of_bins(bins, load).max()
-    kernels.improve(bins, load, room, capacity, DISTINCT, 100)
+    exchanges.improve(bins, load, room, capacity, DISTINCT, 100)
     assert np.bincount(bins[bins >= 0], minlength=num_logical).tolist() == packed.tolist()
     assert (packed >= 1).all()
     assert (packed <= copies).all()

@@ -11,7 +11,7 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.ids import RankId
 from eplb_service.moves import align_slots, count_moves, residency_moves
 from eplb_service.placement import Table
-from eplb_service.policy import kernels
+from eplb_service.policy import matching
 from eplb_service.topology import LinkKind, Topology
 
 Rows = tuple[int, int, list[int], list[int]]
@@ -84,7 +84,7 @@ def test_alignment_keeps_each_ranks_experts_and_as_many_slots_as_possible(case: 
         kept = sum(old == new >= 0 for old, new in zip(before[span], aligned.tolist()[span], strict=True))
         assert kept == sum((wanted & held).values())
     shape = (num_ranks, slots)
-    compiled = kernels.align(
+    compiled = matching.align(
         np.array(after, np.int32).reshape(shape), np.array(before, np.int32).reshape(shape), np.ones(shape, np.bool_)
     )
     assert compiled.reshape(-1).tolist() == aligned.tolist()
