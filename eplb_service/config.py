@@ -133,9 +133,7 @@ class CostSettings:
     seconds_per_step: float | None = setting(
         None, "time of a step spent where ranks wait for the busiest, at imbalance 1", kind=float, unit="s", above=0.0
     )
-    horizon_steps: int | None = setting(
-        None, "steps that a gain is worth", kind=int, unit="steps", low=1
-    )
+    horizon_steps: int | None = setting(None, "steps that a gain is worth", kind=int, unit="steps", low=1)
     bytes_per_s: float | None = setting(None, "rate at which a rank receives weights", kind=float, unit="bytes/s", above=0.0)
     cross_node_bytes_per_s: float | None = setting(
         None, "the same from ranks of other nodes; as bytes_per_s if only that is given", kind=float, unit="bytes/s", above=0.0
@@ -158,6 +156,7 @@ class ValidationSettings:
     changed_share: float = setting(
         0.1, "share of the tokens that must go elsewhere before anything is moved after such a rollback", low=0.0, high=1.0
     )
+    hold_s: float = setting(21_600.0, "after so long such a rollback is forgotten", unit="s", low=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -147,11 +147,12 @@ class GivenCosts:
 class MeasuredCosts:
     """What was measured of one deployment (see `CostModel`); None = not yet.
 
-    seconds_per_token: of step time, for each token more on the busiest rank of a layer. why_not: why that is not known.
+    seconds_per_token: of step time, for each token more on the busiest rank of a layer; step_time: the
+    same as a sentence, or why it is not known.
     """
 
     seconds_per_token: float | None = None
-    why_not: str = "no step times were measured yet"
+    step_time: str = "no step times were measured yet"
     horizon_steps: float | None = None
     bytes_per_s: float | None = None
     cross_node_bytes_per_s: float | None = None

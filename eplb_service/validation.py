@@ -33,7 +33,8 @@ class ValidationConfig:
 
     noise_sigmas: standard errors that a loss must stand clear of. min_loss: least loss of imbalance (mean over layers) that a
     rollback is worth. roll_back: whether a generation that makes things worse is rolled back (in mode auto).
-    changed_share: share of the tokens that must go to other experts before a placement that was rolled back may come again.
+    changed_share: share of the tokens that must go to other experts than those that a generation was planned for, before
+    anything is moved again after it was rolled back. hold_s: after so long that is forgotten.
     """
 
     windows: int = 4
@@ -41,11 +42,12 @@ class ValidationConfig:
     min_loss: float = 0.01
     roll_back: bool = True
     changed_share: float = 0.1
+    hold_s: float = 21_600.0
 
     def __post_init__(self) -> None:
         if self.windows < 1:
             raise InvalidInputError(f"a generation is judged after at least 1 window; got {self.windows}")
-        for name in ("noise_sigmas", "min_loss", "changed_share"):
+        for name in ("noise_sigmas", "min_loss", "changed_share", "hold_s"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InvalidInputError(f"{name} must be finite and >= 0; got {getattr(self, name)}")
 

@@ -38,6 +38,22 @@ def _worst(view: Any, name: str) -> str:
     return f"{getattr(view, name).worst_layer:.3f}" if view.HasField(name) else "-"
 
 
+def _after_commit(view: Any) -> list[tuple[str, str]]:
+    """What was promised, and what each window under it showed against the placement before."""
+    facts = [("promised gain", f"{view.promised_gain:.4f}" if view.HasField("promised_gain") else "")]
+    if view.observed_windows:
+        facts.append(("  window by window", "gain over the previous placement on the same window (mean over layers by load)"))
+    for window in view.observed_windows:
+        steps = (
+            f"; steps {window.step_s * 1e3:.3g} ms, {window.previous_step_s * 1e3:.3g} ms expected without it"
+            if window.previous_step_s
+            else ""
+        )
+        text = f"{window.previous_mean - window.mean:.4f} ({window.previous_mean:.4f} -> {window.mean:.4f}){steps}"
+        facts.append((f"  window {window.window_index}", text))
+    return [*facts, ("judged", view.judgement)]
+
+
 @click.group(short_help="The history of placements, with reasons.")
 def generations() -> None:
     """List generations, or show one whole.
@@ -118,6 +134,7 @@ def show_generation(generation: int, deployment: str | None, output: str, client
         ("  predicted", _imbalance(view, "predicted")),
         ("  lower bound", _imbalance(view, "lower_bound")),
         ("  observed", _imbalance(view, "observed")),
+        *_after_commit(view),
         ("moves", f"{view.moves.experts} experts, {view.moves.slots_rewritten} slots rewritten"),
         ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),

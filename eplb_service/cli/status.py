@@ -87,10 +87,25 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
             name = view.deployment
             hint = f"`eplb rebalance -d {name}` moves once, `eplb mode auto -d {name}` whenever it pays"
             yield "", f"nothing follows in mode observe: {hint}", ""
+    yield from _learned(view.learned)
     if view.rollout.state:
         yield "rollout", *_rollout_text(view.rollout)
     if view.rollout.last_error:
         yield "last error", view.rollout.last_error, "yellow"
+
+
+def _learned(learned: Any) -> Iterator[tuple[str, str, str]]:
+    """What the gate goes by, as far as the deployment taught it."""
+    for label, text in (
+        ("step cost", learned.step_time),
+        ("move cost", learned.moves),
+        ("horizon", learned.horizon),
+        ("promises", learned.promises),
+    ):
+        if text:
+            yield label, text, ""
+    if learned.hold:
+        yield "HELD", f"{learned.hold}; nothing is moved under the load that it was planned for", "yellow"
 
 
 def _load_text(view: Any) -> str:

@@ -293,13 +293,11 @@ class Deployment:
         return decision
 
     def _known(self, live: LiveMap, window: CombinedWindow) -> Known:
-        learning, was_held = self.learning, self.learning.held
+        learning, config = self.learning, self.context.validation
         loads = tuple(loads_of(window, table).loads.sum(axis=0) for table in live.placement.tables)
-        hold = learning.why_held(loads, self.context.validation.changed_share)
-        if was_held is not None and learning.held is None:
-            self._log.info("hold.ended", generation=was_held.generation, reason="the load has changed")
-            self.note("hold.ended", f"the load has changed since generation {was_held.generation} was rolled back")
-            self.store_learned()
+        hold = learning.why_held(
+            loads, now_s=self.context.clock.wall(), least_change=config.changed_share, hold_s=config.hold_s
+        )
         return Known(
             measured=learning.measured(),
             gain_share=learning.bias.share,
@@ -339,6 +337,7 @@ class Deployment:
     def begin_rollout(self, generation: Generation) -> None:
         """Give a published generation to the machine."""
         self.load.live_in_motion()
+        self.learning.rollout_begins(self.context.validation.windows)
         self.carrier.feed(Start(generation))
 
     def cancel_rollout(self, reason: str, *, by: str, withdraw: bool) -> None:

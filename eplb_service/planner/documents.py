@@ -14,12 +14,16 @@ Values are JSON; placements and live maps are encoded by `generation_codec`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from eplb_service.errors import BrokenInvariantError
 
@@ -119,16 +123,42 @@ def decode(kind: type[T], data: bytes, name: str) -> T:
         raise BrokenInvariantError(f"document {name!r} in the store cannot be read ({error}): {data[:80]!r}") from None
 
 
-def encode_previous(generation: int, placement: bytes) -> bytes:
-    """What was live before a generation; placement: as `generation_codec.encode_placement` gives it."""
-    return json.dumps({"generation": generation, "placement": placement.decode()}, separators=(",", ":")).encode()
+Loads = tuple[npt.NDArray[np.float64], ...]
+"""Tokens of each table, shape (L, E)."""
 
 
-def decode_previous(data: bytes) -> tuple[int, bytes]:
-    """The number of the generation, and the placement before it. Raises BrokenInvariantError when it cannot be read."""
+def pack_loads(loads: Loads) -> list[dict[str, Any]]:
+    """Loads as plain values, in single precision."""
+    return [
+        {"shape": list(load.shape), "data": base64.b64encode(load.astype("<f4").tobytes()).decode("ascii")} for load in loads
+    ]
+
+
+def unpack_loads(packed: Any) -> Loads:
+    """What `pack_loads` gave. Raises ValueError, TypeError or KeyError for anything else."""
+    loads = tuple(
+        np.frombuffer(base64.b64decode(part["data"], validate=True), "<f4").astype(np.float64).reshape(part["shape"])
+        for part in packed
+    )
+    if not all(load.ndim == 2 and np.isfinite(load).all() and (load >= 0).all() for load in loads):
+        raise ValueError("a load is not finite, or negative, or no table")
+    return loads
+
+
+def encode_previous(generation: int, placement: bytes, loads: Loads) -> bytes:
+    """What was live before a generation, and the load that it was planned for.
+
+    placement: as `generation_codec.encode_placement` gives it.
+    """
+    tree = {"generation": generation, "placement": placement.decode(), "loads": pack_loads(loads)}
+    return json.dumps(tree, separators=(",", ":")).encode()
+
+
+def decode_previous(data: bytes) -> tuple[int, bytes, Loads]:
+    """What `encode_previous` was given. Raises BrokenInvariantError when it cannot be read."""
     try:
         tree = json.loads(data)
-        return int(tree["generation"]), str(tree["placement"]).encode()
+        return int(tree["generation"]), str(tree["placement"]).encode(), unpack_loads(tree["loads"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise BrokenInvariantError(f"document {PREVIOUS!r} in the store cannot be read ({error}): {data[:80]!r}") from None
 

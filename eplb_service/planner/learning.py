@@ -6,7 +6,6 @@ and turns them into a document for the store, so that a restart forgets nothing 
 
 from __future__ import annotations
 
-import base64
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from eplb_service.imbalance import Float64Array, Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.noise import overdispersion
 from eplb_service.placement import Placement
+from eplb_service.planner.documents import pack_loads, unpack_loads
 from eplb_service.planner.loads import loads_of, source_loads_of
 from eplb_service.validation import Bias, changed_share
 from eplb_service.window.report import CombinedWindow
@@ -35,17 +35,35 @@ PLANS_KEPT = 6
 PLANS_APART = 4
 """Windows between two plans that are followed: neighbours say the same."""
 
+HELD_KEPT = 8
+
 STORE_EVERY = 16
 """Windows between two writes of what was learned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Held:
-    """Nothing is moved until the load has changed: a generation was rolled back. loads: at that time, shape (L, E) each."""
+    """A generation that was rolled back: no plan is carried out for the load that it was planned for, while it lasts.
+
+    loads: that load, shape (L, E) for each table. at_s: when it was rolled back, wall clock.
+    """
 
     generation: int
     reason: str
     loads: tuple[Float64Array, ...]
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was learned, in sentences and as numbers (units last)."""
+
+    step_time: str
+    moves: str
+    horizon: str
+    promises: str
+    hold: str
+    numbers: Mapping[str, float]
 
 
 class Learning:
@@ -56,7 +74,9 @@ class Learning:
         self.bias = Bias()
         self.horizon: Horizon | None = None
         """As measured last."""
-        self.held: Held | None = None
+        self.held: deque[Held] = deque(maxlen=HELD_KEPT)
+        self.baseline: tuple[StepTimeModel, float] | None = None
+        """Step-time model before the last rollout, and seconds that steps took longer than it says; None = not known."""
         self.history: deque[WindowSum] = deque(maxlen=windows_kept)
         self.plans: deque[PastPlan] = deque(maxlen=PLANS_KEPT)
         self._windows_until_stored = STORE_EVERY
@@ -147,7 +167,7 @@ class Learning:
         within, across = self.costs.links.rates()
         return MeasuredCosts(
             seconds_per_token=model.seconds_per_token if isinstance(model, StepTimeModel) else None,
-            why_not=str(model),
+            step_time=str(model),
             horizon_steps=self.horizon.steps if self.horizon is not None else None,
             bytes_per_s=within,
             cross_node_bytes_per_s=across,
@@ -155,30 +175,68 @@ class Learning:
             copy_interference=self.costs.interference.mean(INTERFERENCE_SAMPLES_MIN),
         )
 
-    def offset_s(self, windows: int) -> float:
-        """By how much steps took longer than the model says in the last windows without copies."""
+    def facts(self) -> Facts:
+        """For people and programs."""
+        measured, model = self.measured(), self.model
+        parts = [
+            f"{rate / 1e9:.3g} GB/s {where}"
+            for rate, where in ((measured.bytes_per_s, "within a node"), (measured.cross_node_bytes_per_s, "across nodes"))
+            if rate is not None
+        ]
+        if measured.commit_stall_s is not None:
+            parts.append(f"a flip stalls {measured.commit_stall_s * 1e3:.3g} ms")
+        if measured.copy_interference is not None:
+            parts.append(f"copies take {measured.copy_interference:.0%} of the serving time")
+        numbers = {
+            "gain_share": self.bias.share,
+            "seconds_per_token": measured.seconds_per_token,
+            "step_time_r_squared": model.r_squared if model is not None else None,
+            "step_time_windows": float(len(self.costs.steps)),
+            "horizon_steps": measured.horizon_steps,
+            "half_life_steps": self.horizon.half_life_steps if self.horizon is not None else None,
+            "same_node_bytes_per_s": measured.bytes_per_s,
+            "cross_node_bytes_per_s": measured.cross_node_bytes_per_s,
+            "commit_stall_s": measured.commit_stall_s,
+            "copy_interference": measured.copy_interference,
+        }
+        promised = self.bias.promised > 0
+        return Facts(
+            step_time=measured.step_time,
+            moves=", ".join(parts),
+            horizon=str(self.horizon) if self.horizon is not None else "",
+            promises=f"{self.bias.share:.0%} of what a plan promises is believed, as earlier ones came true"
+            if promised
+            else "",
+            hold=f"generation {self.held[-1].generation} was rolled back: {self.held[-1].reason}" if self.held else "",
+            numbers={name: value for name, value in numbers.items() if value is not None},
+        )
+
+    def rollout_begins(self, windows: int) -> None:
+        """Fix what steps are compared with afterwards: the model as it is, and what the last windows were off it."""
         model = self.model
         if model is None:
-            return 0.0
+            self.baseline = None
+            return
         recent = list(self.costs.steps)[-windows:]
         off = [sample.seconds - model.predict(busiest=sample.busiest, mean=sample.mean) for sample in recent]
-        return sum(off) / len(off) if off else 0.0
+        self.baseline = (model, sum(off) / len(off) if off else 0.0)
 
-    def why_held(self, loads: tuple[Float64Array, ...], least_change: float) -> str:
-        """Why nothing is to be moved now; empty once the load has changed (then the hold is over)."""
-        if self.held is None:
-            return ""
-        fits = len(loads) == len(self.held.loads) and all(
-            mine.shape == theirs.shape for mine, theirs in zip(loads, self.held.loads, strict=True)
-        )
-        change = changed_share(self.held.loads, loads) if fits else 1.0
-        if change >= least_change:
-            self.held = None
-            return ""
-        return (
-            f"generation {self.held.generation} was rolled back ({self.held.reason}); nothing is moved until the load has"
-            f" changed: {change:.1%} of the tokens go elsewhere by now, {least_change:.1%} is a change"
-        )
+    def why_held(self, loads: tuple[Float64Array, ...], *, now_s: float, least_change: float, hold_s: float) -> str:
+        """Why nothing is to be moved under this load; empty when nothing speaks against it. now_s: wall clock."""
+        for held in list(self.held):
+            if now_s - held.at_s > hold_s:
+                self.held.remove(held)
+        for held in reversed(self.held):
+            fits = len(loads) == len(held.loads) and all(
+                mine.shape == theirs.shape for mine, theirs in zip(loads, held.loads, strict=True)
+            )
+            change = changed_share(held.loads, loads) if fits else 1.0
+            if change < least_change:
+                return (
+                    f"generation {held.generation} was rolled back ({held.reason}); nothing is moved until the load is another"
+                    f" than it was planned for: {change:.1%} of the tokens go elsewhere by now, {least_change:.1%} is a change"
+                )
+        return ""
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -191,7 +249,7 @@ class Learning:
             "horizon": None
             if horizon is None
             else [horizon.steps, horizon.half_life_steps, list(horizon.shares), horizon.num_plans],
-            "held": None if self.held is None else _held_tree(self.held),
+            "held": [_held_tree(held) for held in self.held],
         }
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
@@ -202,7 +260,7 @@ class Learning:
             costs = Learned.from_json(tree["costs"])
             bias = Bias(*(float(value) for value in tree["bias"]))
             horizon = _horizon(tree["horizon"])
-            held = None if tree["held"] is None else _held(tree["held"])
+            held = deque((_held(part) for part in tree["held"]), maxlen=HELD_KEPT)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BrokenInvariantError(
                 f"what was learned of this deployment cannot be read ({error}); it is learned anew"
@@ -223,18 +281,13 @@ def _horizon(tree: Any) -> Horizon | None:
 
 
 def _held_tree(held: Held) -> dict[str, Any]:
-    packed = [
-        {"shape": list(load.shape), "data": base64.b64encode(load.astype("<f4").tobytes()).decode("ascii")}
-        for load in held.loads
-    ]
-    return {"generation": held.generation, "reason": held.reason, "loads": packed}
+    return {"generation": held.generation, "reason": held.reason, "loads": pack_loads(held.loads), "at_s": held.at_s}
 
 
 def _held(tree: Mapping[str, Any]) -> Held:
-    loads = tuple(
-        np.frombuffer(base64.b64decode(part["data"], validate=True), "<f4").astype(np.float64).reshape(part["shape"])
-        for part in tree["loads"]
+    return Held(
+        generation=int(tree["generation"]),
+        reason=str(tree["reason"]),
+        loads=unpack_loads(tree["loads"]),
+        at_s=float(tree["at_s"]),
     )
-    if not all(np.isfinite(load).all() for load in loads):
-        raise ValueError("a load is not finite")
-    return Held(generation=int(tree["generation"]), reason=str(tree["reason"]), loads=loads)

@@ -39,12 +39,13 @@ class Puts:
     deletes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Previous:
-    """What was live when a generation was published."""
+    """What was live when a generation was published, and the load that it was planned for (empty: not known)."""
 
     generation: GenerationNumber
     placement: Placement
+    loads: documents.Loads
 
 
 class Ledger:
@@ -92,8 +93,8 @@ class Ledger:
         if documents.REQUESTS in found:
             self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
         if documents.PREVIOUS in found:
-            number, placement = documents.decode_previous(found[documents.PREVIOUS].value)
-            self.previous = Previous(GenerationNumber(number), decode_placement(placement))
+            number, placement, loads = documents.decode_previous(found[documents.PREVIOUS].value)
+            self.previous = Previous(GenerationNumber(number), decode_placement(placement), loads)
         self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
         for _, document in listed:
             self.keep(decode_generation(document.value))
@@ -175,13 +176,15 @@ class Ledger:
         while len(self._answers) > documents.REQUESTS_KEPT:
             del self._answers[next(iter(self._answers))]
 
-    def publish_puts(self, generation: Generation, record: RequestRecord | None, previous: Placement | None = None) -> Puts:
+    def publish_puts(self, generation: Generation, record: RequestRecord | None, previous: Previous | None = None) -> Puts:
         """To publish a generation once, together with the answer to whoever asked for it and what is live now."""
         name = documents.generation_name(generation.number)
         request = self.request_puts(record) if record is not None else Puts({})
         puts = {name: encode_generation(generation), **request.puts}
         if previous is not None:
-            puts[documents.PREVIOUS] = documents.encode_previous(generation.number, encode_placement(previous))
+            puts[documents.PREVIOUS] = documents.encode_previous(
+                previous.generation, encode_placement(previous.placement), previous.loads
+            )
         return Puts(puts, {name: 0}, request.deletes)
 
     def generation_puts(self, generation: Generation) -> dict[str, bytes]:

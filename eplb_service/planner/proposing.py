@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from eplb_service.config import PlanningConfig
 from eplb_service.costs import CostModel, GivenCosts, MeasuredCosts, cost_model
 from eplb_service.dispatch import Dispatch
@@ -50,9 +53,9 @@ class Decision:
     """A joined proposal and the gate's answer. Imbalances: one entry for each layer, in table order.
 
     choice: the point that the gate speaks of (the policy's own plan where it looked at none); own: the policy's own plan.
-    gain: fall of imbalance that is believed in, mean over layers by load. live_digest: of the live map that it starts from.
+    live_digest: of the live map that it starts from. made_at_s: when its window was taken, on the planner's monotonic clock.
+    num_points: points to choose from. loads: that it was made for, shape (L, E) for each table.
     cost, horizon: what the gate priced it with; None = not known.
-    made_at_s: when its window was taken, on the planner's monotonic clock. num_points: points to choose from.
     cannot_roll_out: why the choice cannot be carried out (a layer that staging does not hold, …); empty when it can.
     """
 
@@ -67,6 +70,7 @@ class Decision:
     live_digest: int
     made_at_s: float
     num_points: int
+    loads: tuple[npt.NDArray[np.float64], ...] = ()
     cost: CostModel | None = None
     horizon: Horizon | None = None
     cut_off: bool = False
@@ -257,7 +261,7 @@ class Proposer:
                 coverage=window.coverage,
                 generation_age_s=generation_age_s,
                 cost=cost,
-                no_cost_reason=f"no cost model is given (cost.seconds_per_step) or measured yet: {known.measured.why_not}",
+                no_cost_reason=f"no cost model is given (cost.seconds_per_step) or measured yet: {known.measured.step_time}",
                 gain_share=known.gain_share,
                 odd_load=window.alarms.get(Alarm.ONE_LAYER_ONLY, ""),
                 hold=known.hold,
@@ -286,6 +290,7 @@ class Proposer:
             live_digest=live.digest,
             made_at_s=now_s,
             num_points=max(len(table.points) for table in evidence),
+            loads=tuple(problem.total_loads for problem, _ in planned),
             cost=cost,
             horizon=horizon,
             cut_off=any(proposal.cut_off for proposal in proposals),

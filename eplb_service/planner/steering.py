@@ -14,21 +14,17 @@ from typing import Any
 
 import structlog
 
-from eplb_service import failpoints
 from eplb_service.config import MODES
 from eplb_service.errors import ConflictError, EplbError, InvalidInputError
 from eplb_service.gate import Verdict, VerdictCode
-from eplb_service.generation import Generation
-from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
-from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
-from eplb_service.planner.ledger import Previous
 from eplb_service.planner.loads import imbalance_under
 from eplb_service.planner.proposing import Choice, Decision, moves_between, nothing_to_gain, same_shape, why_not_carried
+from eplb_service.planner.publishing import Content, publish
 from eplb_service.planner.validating import Fault, Validating
 from eplb_service.policy.registry import policy_names
 
@@ -38,21 +34,6 @@ REASON_CHARACTERS_MAX = 1024
 
 UNKNOWN = Imbalance(())
 """Of a load that nobody measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """What a new generation is to hold."""
-
-    target: Placement
-    before: Imbalance
-    predicted: Imbalance
-    lower_bound: Imbalance
-    moves: MoveSummary
-    policy: str
-    reason: str
-    promised_gain: float | None = None
-    gain_share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -123,17 +104,18 @@ class Steering:
 
     async def _validate(self) -> None:
         """Look at the live generation; roll it back when it made things worse and that is wanted."""
-        fault = await self._validating.look()
         deployment = self.deployment
+        fault = await self._validating.look()
         if fault is None or deployment.ledger.settings.mode != "auto" or not deployment.context.validation.roll_back:
             return
         async with deployment.planning:
             live, group = deployment.live, deployment.carrier.group
             if deployment.why_not_plan() or live is None or group is None or live.digest != fault.live_digest:
                 return
-            if not same_shape(fault.previous, live.placement) or why_not_carried(
-                live.placement, fault.previous, group, deployment.context.config.rollout.layers_per_chunk_max
-            ):
+            layers_max = deployment.context.config.rollout.layers_per_chunk_max
+            why = why_not_carried(live.placement, fault.previous, group, layers_max)
+            if why:
+                deployment.last_error = f"generation {fault.generation} cannot be rolled back: {why}"
                 return
             await self._undo(fault, live.placement, group)
 
@@ -145,8 +127,6 @@ class Steering:
             move=True, code="worse_than_before", reason=reason, decided_at_s=deployment.context.clock.wall()
         )
         deployment.record_verdict(verdict)
-        deployment.learning.held = fault.held()
-        deployment.store_learned()
         window = deployment.load.windows.combine(deployment.context.config.planning.windows)
         content = Content(
             target=fault.previous,
@@ -157,8 +137,8 @@ class Steering:
             policy="rollback",
             reason=reason,
         )
-        await self._publish(content, None, verdict)
-        deployment.context.metrics.rolled_back(deployment.name)
+        await publish(deployment, content, None, verdict)
+        self._validating.undone(fault)
 
     async def plan_once(self) -> None:
         """Plan, ask the gate, publish when it says move and the mode is `auto`."""
@@ -178,7 +158,7 @@ class Steering:
             if stale:
                 deployment.record_verdict(dataclasses.replace(verdict, move=False, code="expired", reason=f"keep: {stale}"))
                 return
-            await self._publish(self._content(decision, decision.choice, verdict.reason), None, verdict)
+            await publish(self.deployment, self._content(decision, decision.choice, verdict.reason), None, verdict)
 
     def _screened(self) -> VerdictRecord | None:
         """The answer where the load needs no plan, since the solver is dear."""
@@ -297,7 +277,7 @@ class Steering:
             stale = deployment.why_stale(decision)
             if stale:
                 raise ConflictError(f"nothing was published: {stale}; try again")
-            return await self._publish(self._content(decision, choice, verdict.reason), record, verdict) or record
+            return await publish(self.deployment, self._content(decision, choice, verdict.reason), record, verdict) or record
 
     def _why_not_carried(self, choice: Choice) -> str:
         deployment = self.deployment
@@ -349,7 +329,7 @@ class Steering:
                 reason=verdict.reason,
             )
             record = RequestRecord(key=key, asked=asked, generation=0, verdict=verdict)
-            return await self._publish(content, record, verdict) or record
+            return await publish(self.deployment, content, record, verdict) or record
 
     def _as_loaded(self, live: Placement) -> Placement:
         """What the engine loaded by itself: as it was seen, else slot i holds expert i % E, as engines start."""
@@ -369,60 +349,7 @@ class Steering:
             )
         )
 
-    # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def _publish(self, content: Content, record: RequestRecord | None, verdict: VerdictRecord) -> RequestRecord | None:
-        """Store a new generation (and the answer to whoever asked), then roll it out. Call with `planning` held."""
-        deployment = self.deployment
-        clock, rollout = deployment.context.clock, deployment.carrier.rollout
-        floor = rollout.generation_floor if rollout is not None else GenerationNumber(0)
-        live = deployment.live
-        number = deployment.ledger.take_number(max(floor, live.newest_generation if live is not None else floor))
-        generation = Generation(
-            number=number,
-            placement=content.target,
-            created_at_s=clock.wall(),
-            reason=content.reason,
-            policy=content.policy,
-            epoch=deployment.leading.epoch,
-            before=content.before,
-            predicted=content.predicted,
-            lower_bound=content.lower_bound,
-            moves=content.moves,
-            promised_gain=content.promised_gain,
-            gain_share=content.gain_share,
-        )
-        if record is not None:
-            record = dataclasses.replace(record, generation=number)
-        begin_s = clock.monotonic()
-        puts = deployment.ledger.publish_puts(generation, record, live.placement if live is not None else None)
-        await deployment.commit(puts.puts, puts.expects, puts.deletes)
-        deployment.ledger.keep(generation)
-        deployment.ledger.previous = Previous(number, live.placement) if live is not None else None
-        if record is not None:
-            deployment.ledger.remember(record)
-        self._log.info(
-            "generation.published",
-            generation=number,
-            policy=content.policy,
-            moves=content.moves.experts,
-            code=verdict.code,
-            reason=content.reason,
-        )
-        deployment.note("generation.published", f"generation {number}: {content.reason}")
-        await failpoints.reach_async("planner.generation.persisted")
-        took_s, most_s = clock.monotonic() - begin_s, deployment.context.config.planning.proposal_ttl_s
-        why = deployment.why_not_plan()
-        if took_s > most_s:
-            why = f"the store took {took_s:.0f} s to take it, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
-        elif not why and deployment.live is not live:
-            why = "the live map changed meanwhile"
-        if why:
-            self._log.warning("generation.stopped", generation=number, reason=why)
-            deployment.became(generation.stopped(f"not begun: {why}"))
-        else:
-            deployment.begin_rollout(generation)
-        return record
+    # ── what is published ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _content(self, decision: Decision, choice: Choice, reason: str) -> Content:
         by_gate = decision.verdict.move and choice is decision.choice and decision.verdict.gain > 0
@@ -436,6 +363,7 @@ class Steering:
             reason=reason,
             promised_gain=decision.verdict.gain if by_gate else None,
             gain_share=decision.verdict.numbers.get("gain_share", 1.0),
+            loads=decision.loads,
         )
 
     def _verdict(self, decision: Decision) -> VerdictRecord:

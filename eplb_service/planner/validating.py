@@ -14,6 +14,7 @@ from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Float64Array
 from eplb_service.placement import Placement
 from eplb_service.planner.learning import Held
+from eplb_service.planner.ledger import Previous
 from eplb_service.planner.loads import dispatch_of
 from eplb_service.planner.proposing import same_shape
 from eplb_service.validation import Judgement, Observation, Outcome, judge, observe
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fault:
-    """A generation that made things worse. loads: of the last window, shape (L, E) for each table."""
+    """A generation that made things worse. loads: that it was planned for, shape (L, E) for each table."""
 
     generation: GenerationNumber
     reason: str
@@ -32,31 +33,50 @@ class Fault:
     live_digest: int
     loads: tuple[Float64Array, ...]
 
-    def held(self) -> Held:
-        """Nothing is moved until the load is another one."""
-        return Held(generation=self.generation, reason=self.reason, loads=self.loads)
-
 
 class Validating:
     """Judges the generations of one deployment."""
 
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
-        self._number = GenerationNumber(0)
-        self._offset_s = 0.0
+        self._fault: tuple[Fault, float] | None = None
         self._log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
 
     async def look(self) -> Fault | None:
-        """Observe the windows that closed since; a fault when the generation is judged worse, once."""
+        """Observe the windows that closed since; a fault while the live generation is newly judged worse and not undone."""
+        await self._observe()
+        if self._fault is None:
+            return None
+        fault, judged_at_s = self._fault
+        now_s, most_s = self._deployment.context.clock.monotonic(), self._deployment.context.config.planning.proposal_ttl_s
+        if now_s - judged_at_s > most_s:
+            self._fault = None
+            return None
+        return fault
+
+    def undone(self, fault: Fault) -> None:
+        """What was live before is on its way back."""
+        deployment = self._deployment
+        self._fault = None
+        deployment.learning.held.append(
+            Held(
+                generation=fault.generation,
+                reason=fault.reason,
+                loads=fault.loads,
+                at_s=deployment.context.clock.wall(),
+            )
+        )
+        deployment.store_learned()
+        deployment.context.metrics.rolled_back(deployment.name)
+
+    async def _observe(self) -> None:
         generation, previous = self._looked_at()
         if generation is None or previous is None:
-            return None
+            return
         deployment, config = self._deployment, self._deployment.context.validation
         group, live = deployment.carrier.group, deployment.live
         if group is None or live is None:
-            return None
-        if self._number != generation.number:  # what steps were off by just before
-            self._number, self._offset_s = generation.number, deployment.learning.offset_s(config.windows)
+            return
         seen = {observation.window_index for observation in generation.observations}
         least = deployment.context.gate.min_coverage
         windows = [
@@ -64,28 +84,28 @@ class Validating:
             for window in deployment.learning.history
             if window.live_digest == live.digest and window.coverage >= least and window.index not in seen
         ][: config.windows - len(seen)]
-        if not windows or not same_shape(previous, live.placement):
-            return None
-        model = deployment.learning.model
+        if not windows or not same_shape(previous.placement, live.placement):
+            return
+        model, offset_s = deployment.learning.baseline or (None, 0.0)
         observations = [
             await asyncio.to_thread(
                 observe,
                 window,
                 live.placement.tables,
-                previous.tables,
+                previous.placement.tables,
                 topology=group.topology,
                 dispatch=dispatch_of(group),
                 model=model,
-                offset_s=self._offset_s,
+                offset_s=offset_s,
             )
             for window in windows
         ]
         current = deployment.ledger.generations.get(generation.number)
         if current is not generation:
-            return None  # something happened to it meanwhile
-        return self._add(generation, tuple(observations), previous, live.digest, windows[-1].loads)
+            return  # something happened to it meanwhile
+        self._add(generation, tuple(observations), previous, live.digest)
 
-    def _looked_at(self) -> tuple[Generation | None, Placement | None]:
+    def _looked_at(self) -> tuple[Generation | None, Previous | None]:
         """The live generation while it is to be judged, and what was live before it."""
         deployment = self._deployment
         live, previous = deployment.live, deployment.ledger.previous
@@ -100,16 +120,9 @@ class Validating:
             or generation.policy == "rollback"
         ):
             return None, None
-        return generation, previous.placement
+        return generation, previous
 
-    def _add(
-        self,
-        generation: Generation,
-        observations: tuple[Observation, ...],
-        previous: Placement,
-        live_digest: int,
-        loads: tuple[Float64Array, ...],
-    ) -> Fault | None:
+    def _add(self, generation: Generation, observations: tuple[Observation, ...], previous: Previous, live_digest: int) -> None:
         deployment = self._deployment
         promised = generation.promised_gain
         every = generation.observations + observations
@@ -117,17 +130,17 @@ class Validating:
         outcome = "" if judgement.outcome is Outcome.PENDING else judgement.outcome.value
         deployment.became(dataclasses.replace(generation, observations=every, outcome=outcome, judgement=judgement.reason))
         if not outcome:
-            return None
+            return
         self._judged(generation, judgement)
-        if judgement.outcome is not Outcome.WORSE or promised is None:
-            return None
-        return Fault(
-            generation=generation.number,
-            reason=judgement.reason,
-            previous=previous,
-            live_digest=live_digest,
-            loads=loads,
-        )
+        if judgement.outcome is Outcome.WORSE and promised is not None:
+            fault = Fault(
+                generation=generation.number,
+                reason=judgement.reason,
+                previous=previous.placement,
+                live_digest=live_digest,
+                loads=previous.loads,
+            )
+            self._fault = (fault, deployment.context.clock.monotonic())
 
     def _judged(self, generation: Generation, judgement: Judgement) -> None:
         """Log, count, learn."""

@@ -19,6 +19,7 @@ from eplb_service.rollout.events import RolloutState
 from eplb_service.rpc.arrays import array_to_pb
 from eplb_service.rpc.convert import address_to_pb, layer_to_pb, phase_to_pb, placement_to_pb
 from eplb_service.topology import LinkKind
+from eplb_service.validation import Observation
 
 _STATES = {
     GenerationState.PUBLISHED: placement_pb2.GENERATION_STATE_PUBLISHED,
@@ -101,6 +102,24 @@ def generation_view(deployment: str, generation: Generation, *, with_placement: 
         rollout_s=generation.rollout_s,
         epoch=generation.epoch,
         placement_digest=generation.digest,
+        promised_gain=generation.promised_gain,
+        observed_windows=[observed_window_view(observation) for observation in generation.observations],
+        outcome=generation.outcome,
+        judgement=generation.judgement,
+    )
+
+
+def observed_window_view(observation: Observation) -> placement_pb2.ObservedWindow:
+    """One window under a generation."""
+    return placement_pb2.ObservedWindow(
+        window_index=observation.window_index,
+        mean=observation.mean,
+        worst_layer=observation.worst,
+        previous_mean=observation.previous_mean,
+        previous_worst_layer=observation.previous_worst,
+        step_s=observation.step_s,
+        expected_step_s=observation.expected_step_s,
+        previous_step_s=observation.previous_step_s,
     )
 
 
@@ -183,6 +202,7 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
             code: count for code, count in sorted(outcomes.items()) if code not in ("accepted", "windows_dropped")
         },
         layers=[layer_to_pb(layer) for layer in live.layer_generations] if live is not None else [],
+        learned=learned_view(deployment),
         ranks=[_rank_view(deployment, deployment.carrier.ranks[rank]) for rank in sorted(deployment.carrier.ranks)],
     )
     if group is not None:
@@ -194,6 +214,19 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         view.window_tokens = last.window.tokens
         view.rank_loads.CopyFrom(array_to_pb(last.rank_loads.astype(np.float32), "rank_loads"))
     return view
+
+
+def learned_view(deployment: Deployment) -> admin_pb2.LearnedView:
+    """What the deployment taught."""
+    facts = deployment.learning.facts()
+    return admin_pb2.LearnedView(
+        step_time=facts.step_time,
+        moves=facts.moves,
+        horizon=facts.horizon,
+        promises=facts.promises,
+        hold=facts.hold,
+        numbers=facts.numbers,
+    )
 
 
 def _rollout_view(deployment: Deployment) -> admin_pb2.RolloutStatus:

@@ -12,6 +12,7 @@ import struct
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.policy.base import RawPlan
@@ -21,15 +22,33 @@ FRAME_BYTES_MAX = 1 << 30
 
 
 def encode_reply(head: dict[str, Any], plan: RawPlan | None = None) -> bytes:
-    """A reply of the worker: JSON head, then the map in `.npy` format when there is a plan."""
+    """A reply of the worker: JSON head, then, when there is a plan, its arrays in `.npy` format one after another.
+
+    These are the map, the shares (where `has_shares`), and every map of the front.
+    """
     body = io.BytesIO()
     if plan is not None:
-        claims = {"lower_bound": [float(bound) for bound in plan.lower_bound], "status": plan.status, "cut_off": plan.cut_off}
+        claims = {
+            "lower_bound": [float(bound) for bound in plan.lower_bound],
+            "moves_lower_bound": [int(bound) for bound in plan.moves_lower_bound],
+            "status": plan.status,
+            "cut_off": plan.cut_off,
+            "has_shares": plan.shares is not None,
+            "num_front": len(plan.front),
+        }
         head = {**head, "plan": claims}
-        np.save(body, np.ascontiguousarray(plan.physical_to_logical, np.int32), allow_pickle=False)
+        _save(body, plan.physical_to_logical, np.int32)
+        if plan.shares is not None:
+            _save(body, plan.shares, np.float32)
+        for point in plan.front:
+            _save(body, point, np.int32)
     encoded = json.dumps(head).encode()
     payload = LENGTH.pack(len(encoded)) + encoded + body.getvalue()
     return LENGTH.pack(len(payload)) + payload
+
+
+def _save(body: io.BytesIO, array: npt.ArrayLike, kind: npt.DTypeLike) -> None:
+    np.save(body, np.ascontiguousarray(array, kind), allow_pickle=False)
 
 
 def decode_reply(payload: bytes) -> tuple[dict[str, Any], RawPlan | None]:
@@ -39,11 +58,14 @@ def decode_reply(payload: bytes) -> tuple[dict[str, Any], RawPlan | None]:
         head = json.loads(payload[LENGTH.size : LENGTH.size + size])
         if "plan" not in head:
             return head, None
-        array = np.load(io.BytesIO(payload[LENGTH.size + size :]), allow_pickle=False)
+        body = io.BytesIO(payload[LENGTH.size + size :])
         claims = head["plan"]
         plan = RawPlan(
-            physical_to_logical=array,
+            physical_to_logical=np.load(body, allow_pickle=False),
+            shares=np.load(body, allow_pickle=False) if claims["has_shares"] else None,
+            front=tuple(np.load(body, allow_pickle=False) for _ in range(claims["num_front"])),
             lower_bound=tuple(claims["lower_bound"]),
+            moves_lower_bound=tuple(claims["moves_lower_bound"]),
             status=claims["status"],
             cut_off=claims["cut_off"],
         )

@@ -116,6 +116,7 @@ class Fleet:
     expert_bytes: int = 1000
     layers_per_chunk: int = 1
     group_id: int = 77
+    dispatch: str = "even"
     hold_hello: bool = False
     hold_flips: bool = False
     hold_staging: bool = False
@@ -245,7 +246,7 @@ class Fleet:
             stage=0,
             models=(ModelInfo(name=MODEL, digest="weights", manifest_digest="manifest", layers=layers),),
             capacity=1.0,
-            dispatch="even",
+            dispatch=self.dispatch,
             vote_period=1,
             window_steps=self.window_steps,
             sub_windows=SUB_WINDOWS,
@@ -351,12 +352,24 @@ class Fleet:
 
     # ── load ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def report(self, loads: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        """One window of every rank. Loads: shape (L, E), tokens of all ranks together, split evenly."""
+    def report(
+        self,
+        loads: np.ndarray[Any, np.dtype[np.int64]],
+        *,
+        step_s: float = 0.01,
+        phase: Phase = Phase.DECODE,
+        only_rank: int | None = None,
+    ) -> None:
+        """One window of every rank. Loads: shape (L, E), tokens of all ranks together, split evenly.
+
+        only_rank: this rank sent them all.
+        """
         digest = live_digest({layer: row_digest(layer, np.array(row)) for layer, row in self.ranks[0].rows.items()})
         begin = self.window_index * self.window_steps
         for number, rank in enumerate(self.ranks):
             part = loads // self.num_ranks + (number < loads % self.num_ranks)
+            if only_rank is not None:
+                part = loads if number == only_rank else np.zeros_like(loads)
             series = np.stack([part // SUB_WINDOWS + (index < part % SUB_WINDOWS) for index in range(SUB_WINDOWS)])
             report = LoadReport(
                 rank_id=rank.address.rank_id,
@@ -368,13 +381,13 @@ class Fleet:
                 forward_passes=self.window_steps,
                 tokens=int(part[0].sum()),
                 semantics=Semantics.LOCAL_TOKENS,
-                phase=Phase.DECODE,
+                phase=phase,
                 live_digest_begin=digest,
                 live_digest_end=digest,
                 tables=(TableCounts(model=MODEL, layer_ids=tuple(range(self.num_layers)), counts=series.astype(np.int64)),),
-                step_time_min_s=0.01,
-                step_time_mean_s=0.01,
-                step_time_max_s=0.01,
+                step_time_min_s=step_s,
+                step_time_mean_s=step_s,
+                step_time_max_s=step_s,
             )
             self._reports.put_nowait(convert.report_to_pb(DeploymentId(self.deployment), report))
         self.window_index += 1
@@ -385,6 +398,16 @@ class Fleet:
         loads = np.full((self.num_layers, self.num_logical), 2000, np.int64)
         loads[:, hot] = 20_000
         return loads
+
+    def busiest(self, loads: np.ndarray[Any, np.dtype[np.int64]]) -> float:
+        """Load of each layer's busiest rank under the rows that are live, summed over layers, for each step; even split."""
+        total = 0.0
+        for layer, row in self.ranks[0].rows.items():
+            held = np.array(row)
+            copies = np.bincount(held, minlength=self.num_logical)
+            each = loads[layer.layer_id][held] / copies[held]
+            total += float(each.reshape(self.num_ranks, -1).sum(axis=1).max())
+        return total / self.window_steps
 
     def even(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """What the placement as loaded already balances: experts with two copies get twice the tokens. Shape (L, E)."""

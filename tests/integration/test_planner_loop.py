@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from eplb_service.app import Service
 from eplb_service.attach import Attach
 from eplb_service.config import ServeConfig, load_config
 from eplb_service.errors import InvalidInputError, StoreUnavailableError
-from eplb_service.ids import DeploymentId
+from eplb_service.ids import DeploymentId, Phase
 from eplb_service.pb.v1 import admin_pb2, agent_pb2, placement_pb2
-from eplb_service.policy.base import PlanningProblem, Proposal
+from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
 from eplb_service.rpc import agent_service, convert
@@ -30,6 +31,7 @@ QUICK = {
     "listen.port": "0",
     "metrics.enabled": "false",
     "planning.mode": "auto",
+    "planning.policy": "greedy",
     "planning.interval_s": "0",
     "planning.windows": "2",
     "gate.min_generation_age_s": "0",
@@ -95,7 +97,7 @@ def config_of(**more: str) -> ServeConfig:
 
 
 @asynccontextmanager
-async def planner(store: MemoryStore | None = None, **settings: str) -> AsyncIterator[tuple[Service, str]]:
+async def planner(store: MemoryStore | None = None, /, **settings: str) -> AsyncIterator[tuple[Service, str]]:
     service = Service(config_of(**settings), store=store or FlakyStore(), solver=InlineSolver())  # type: ignore[arg-type]
     ready = await service.start()
     try:
@@ -168,7 +170,7 @@ def test_skewed_windows_become_a_generation_that_is_rolled_out_and_observed() ->
             await until(lambda: len(fleet.replies) == 12, "replies to all reports")
             observed = (await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)).observed
             assert observed.worst_layer == pytest.approx(active.predicted.worst_layer)
-            assert all(reply.accepted for reply in fleet.replies)
+            assert all(reply.accepted for reply in fleet.replies), [reply.reason for reply in fleet.replies]
 
     run(scenario())
 
@@ -587,6 +589,259 @@ def test_bad_policy_in_the_configuration_ends_the_start() -> None:
     async def scenario() -> None:
         with pytest.raises(InvalidInputError, match=r"planning\.policy is 'greedyy'.*use greedy"):
             await Service(config_of(planning__policy="greedyy"), store=FlakyStore(), solver=InlineSolver()).start()  # type: ignore[arg-type]
+
+    run(scenario())
+
+
+def no_costs() -> dict[str, str]:
+    """Settings without a given cost model: what steps and moves cost is to be measured."""
+    return {key: value for key, value in QUICK.items() if not key.startswith("cost.")}
+
+
+async def generations_of(fleet: Fleet) -> list[placement_pb2.GenerationView]:
+    listed = await fleet.placement.ListGenerations(placement_pb2.ListGenerationsRequest(deployment=fleet.deployment), timeout=5)
+    return list(listed.generations)
+
+
+async def judged(fleet: Fleet, number: int) -> placement_pb2.GenerationView:
+    """The generation once it was judged."""
+    found: placement_pb2.GenerationView | None = None
+
+    async def is_judged() -> bool:
+        nonlocal found
+        request = placement_pb2.GetPlacementRequest(deployment=fleet.deployment, generation=number)
+        found = await fleet.placement.GetPlacement(request, timeout=5)
+        return bool(found.outcome)
+
+    await until_true(is_judged, f"generation {number} to be judged")
+    assert found is not None
+    return found
+
+
+def test_generation_is_judged_against_what_the_placement_before_would_have_shown() -> None:
+    async def scenario() -> None:
+        settings = {"validation__windows": "3", "gate__min_generation_age_s": "3600"}
+        async with planner(None, **settings) as (service, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            active = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert active.promised_gain == pytest.approx(
+                active.before.mean_over_layers - active.predicted.mean_over_layers, abs=0.05
+            )
+            for _ in range(3):
+                fleet.report(fleet.skewed())
+            view = await judged(fleet, 1)
+            assert view.outcome == "kept"
+            assert len(view.observed_windows) == 3
+            for window in view.observed_windows:
+                assert window.previous_worst_layer == pytest.approx(active.before.worst_layer)
+                assert window.worst_layer == pytest.approx(active.predicted.worst_layer)
+            assert "brought" in view.judgement
+            learned = (await status_of(fleet)).learned
+            assert learned.numbers["gain_share"] == pytest.approx(1.0, abs=0.1)
+            assert learned.numbers["commit_stall_s"] == pytest.approx(0.001)
+            sample = service.metrics.registry.get_sample_value(
+                "eplb_generations_validated_total", {"deployment": "chat", "outcome": "kept"}
+            )
+            assert sample == 1.0
+
+    run(scenario())
+
+
+def test_generation_that_is_worse_than_what_was_before_is_rolled_back_by_itself() -> None:
+    """Its own load went away at once, and under the new one the old placement would have been better."""
+
+    async def scenario() -> None:
+        settings = {"validation__windows": "2", "gate__min_generation_age_s": "3600"}
+        async with planner(None, **settings) as (service, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            loaded = dict(fleet.ranks[0].rows)
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            for _ in range(2):
+                fleet.report(fleet.skewed(hot=2))
+            second = await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert fleet.ranks[0].rows == loaded
+            assert second.policy == "rollback"
+            assert "generation 1 is rolled back: worse by imbalance" in second.reason
+            assert (await judged(fleet, 1)).outcome == "worse"
+            status = await status_of(fleet)
+            assert status.learned.numbers["gain_share"] < 0.5
+            assert "generation 1 was rolled back" in status.learned.hold
+            rolled = service.metrics.registry.get_sample_value("eplb_generations_rolled_back_total", {"deployment": "chat"})
+            assert rolled == 1.0
+
+    run(scenario())
+
+
+def test_generation_made_by_order_of_an_operator_is_judged_and_left_alone() -> None:
+    async def scenario() -> None:
+        settings = {
+            "validation__windows": "2",
+            "gate__min_generation_age_s": "3600",
+            "gate__min_gain_mean": "9",
+            "gate__min_gain_worst": "9",
+        }
+        async with planner(None, **settings) as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await verdict_of(fleet)
+            await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="a", force=True))
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            for _ in range(3):
+                fleet.report(fleet.skewed(hot=2))
+            view = await judged(fleet, 1)
+            assert view.outcome == "worse"
+            assert not view.HasField("promised_gain")
+            fleet.report(fleet.skewed(hot=2))
+            await until(lambda: len(fleet.replies) == 20, "replies to all reports")
+            assert [view.generation for view in await generations_of(fleet)] == [1]
+
+    run(scenario())
+
+
+def test_steps_that_became_slower_undo_a_generation_and_its_load_is_left_alone_over_a_restart() -> None:
+    """The plan balances better, and every step takes longer for it: never in a loop."""
+
+    async def scenario() -> None:
+        store = FlakyStore()
+        settings = {"validation__windows": "2"}
+        async with planner(store, planning__mode="observe", **settings) as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            for index in range(16):
+                loads = fleet.skewed() * (8 + index % 5) // 10
+                fleet.report(loads, step_s=0.002 + 1e-6 * fleet.busiest(loads))
+            await until(lambda: len(fleet.replies) == 64, "replies to all reports")
+            await fleet.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="auto"))
+            fleet.report(fleet.skewed(), step_s=0.002 + 1e-6 * fleet.busiest(fleet.skewed()))
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            for _ in range(2):
+                fleet.report(fleet.skewed(), step_s=0.05)
+            second = await generation_of(fleet, 2, placement_pb2.GENERATION_STATE_ACTIVE)
+            assert "worse by step time" in second.reason
+            for _ in range(2):
+                fleet.report(fleet.skewed(), step_s=0.01)
+
+            async def is_held() -> bool:
+                return (await status_of(fleet)).last_verdict.code == "rolled_back"
+
+            await until_true(is_held, "the gate to hold")
+            assert [view.generation for view in await generations_of(fleet)] == [2, 1]
+        more = settings | {"planning__mode": "auto", "store__owner": "another"}
+        async with planner(store, **more) as (_, address), Fleet(address) as again:
+            for rank, before in zip(again.ranks, fleet.ranks, strict=True):
+                rank.rows, rank.generations = dict(before.rows), dict(before.generations)
+            await reach(again, "ready")
+            again.report(again.skewed())
+            verdict = await verdict_of(again)
+            assert (verdict.move, verdict.code) == (False, "rolled_back")
+            assert "generation 1 was rolled back" in verdict.reason
+            again.report(again.skewed(hot=5))
+            again.report(again.skewed(hot=5))
+            await generation_of(again, 3, placement_pb2.GENERATION_STATE_ACTIVE)
+
+    run(scenario())
+
+
+def test_without_given_costs_a_move_waits_until_step_times_say_what_imbalance_costs() -> None:
+    async def scenario() -> None:
+        config = load_config(flags=no_costs()).config
+        service = Service(config, store=FlakyStore(), solver=InlineSolver())  # type: ignore[arg-type]
+        ready = await service.start()
+        try:
+            async with Fleet(ready.address) as fleet:
+                await reach(fleet, "ready")
+                fleet.report(fleet.skewed())
+                verdict = await verdict_of(fleet)
+                assert (verdict.move, verdict.code) == (False, "no_cost_model")
+                assert "step times of 1 windows are known, 12 are needed" in verdict.reason
+                for index in range(14):
+                    loads = fleet.skewed() * (8 + index % 5) // 10
+                    fleet.report(loads, step_s=0.002 + 3e-5 * fleet.busiest(loads))
+                active = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+                assert "step cost measured" in active.reason
+                learned = (await status_of(fleet)).learned
+                assert learned.numbers["seconds_per_token"] == pytest.approx(3e-5, rel=0.1)
+                assert "R²" in learned.step_time
+        finally:
+            await service.stop()
+
+    run(scenario())
+
+
+def test_proposal_that_is_too_old_is_not_published() -> None:
+    async def scenario() -> None:
+        async with planner(planning__proposal_ttl_s="1e-9") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            verdict = await verdict_of(fleet)
+            assert (verdict.move, verdict.code) == (False, "expired")
+            assert "proposal_ttl_s" in verdict.reason
+            with pytest.raises(grpc.aio.AioRpcError, match="nothing was published"):
+                await fleet.admin.Rebalance(admin_pb2.RebalanceRequest(deployment="chat", idempotency_key="k", force=True))
+            assert not await generations_of(fleet)
+
+    run(scenario())
+
+
+def test_windows_of_another_phase_are_not_planned_from_vllm_ascend_10647() -> None:
+    async def scenario() -> None:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed(), phase=Phase.PREFILL)
+            await until(lambda: len(fleet.replies) == 4, "replies")
+            assert not any(reply.accepted for reply in fleet.replies)
+            status = await status_of(fleet)
+            assert status.windows_refused["wrong_phase"] == 4
+            assert not status.HasField("last_verdict")
+
+    run(scenario())
+
+
+def test_counts_that_all_fall_on_one_layer_are_not_planned_from_sglang_25948() -> None:
+    async def scenario() -> None:
+        async with planner(gate__min_tokens="0") as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            loads = fleet.skewed()
+            loads[1:] = 0
+            fleet.report(loads)
+            verdict = await verdict_of(fleet)
+            assert (verdict.move, verdict.code) == (False, "odd_load")
+            assert "only 1 of 3 layers counted tokens" in verdict.reason
+
+    run(scenario())
+
+
+class WatchedSolver(InlineSolver):
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.problems: list[PlanningProblem] = []
+
+    async def solve(self, problem: PlanningProblem, policy: str, deadline_s: float) -> Proposal:
+        self.problems.append(problem)
+        return await super().solve(problem, policy, deadline_s)
+
+
+def test_policy_is_told_what_was_asked_for_and_where_tokens_come_from() -> None:
+    async def scenario() -> None:
+        solver = WatchedSolver()
+        config = config_of(planning__max_imbalance="1.1", planning__effort="quick", planning__max_moves="7")
+        service = Service(config, store=FlakyStore(), solver=solver)  # type: ignore[arg-type]
+        ready = await service.start()
+        try:
+            async with Fleet(ready.address, dispatch="nearest") as fleet:
+                await reach(fleet, "ready")
+                fleet.report(fleet.skewed(), only_rank=2)
+                await verdict_of(fleet)
+                problem = solver.problems[0]
+                assert problem.source_loads is not None
+                assert np.array_equal(problem.source_loads[:, 2], fleet.skewed())
+                assert not problem.source_loads[:, [0, 1, 3]].any()
+                assert (problem.max_imbalance, problem.effort, problem.front) == (1.1, Effort.QUICK, True)
+                assert problem.constraints.max_moves == 7
+        finally:
+            await service.stop()
 
     run(scenario())
 

@@ -26,7 +26,7 @@ from eplb_service.pb.v1 import common_pb2 as eplb_dot_v1_dot_common__pb2
 from eplb_service.pb.v1 import placement_pb2 as eplb_dot_v1_dot_placement__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65plb/v1/admin.proto\x12\x07\x65plb.v1\x1a\x14\x65plb/v1/common.proto\x1a\x17\x65plb/v1/placement.proto\"#\n\rStatusRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\"\xee\x01\n\nRankStatus\x12!\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x10.eplb.v1.Address\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06voting\x18\x04 \x01(\x08\x12\x12\n\noff_reason\x18\x05 \x01(\t\x12\x10\n\x08\x62oundary\x18\x06 \x01(\x04\x12\x0c\n\x04idle\x18\x07 \x01(\x08\x12\x15\n\rstaging_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fwindows_dropped\x18\t \x01(\x04\x12\x17\n\x0flast_seen_s_ago\x18\n \x01(\x01\x12\x13\n\x0b\x63hunk_state\x18\x0b \x01(\t\"\xa3\x01\n\rRolloutStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0b\x63hunks_done\x18\x03 \x01(\r\x12\x14\n\x0c\x63hunks_total\x18\x04 \x01(\r\x12\x10\n\x08\x63hunk_id\x18\x05 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07stalled\x18\x07 \x01(\x08\x12\x12\n\nlast_error\x18\x08 \x01(\t\"f\n\x0cSettingsView\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x14\n\x0cpause_reason\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\"\xb3\x01\n\x0bVerdictView\x12\x0c\n\x04move\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x04 \x01(\x01\x12\x32\n\x07numbers\x18\x05 \x03(\x0b\x32!.eplb.v1.VerdictView.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xf8\x04\n\x10\x44\x65ploymentStatus\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1d\n\x05phase\x18\x04 \x01(\x0e\x32\x0e.eplb.v1.Phase\x12\'\n\x08settings\x18\x05 \x01(\x0b\x32\x15.eplb.v1.SettingsView\x12\r\n\x05\x65poch\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.eplb.v1.RankStatus\x12\'\n\x07rollout\x18\x08 \x01(\x0b\x32\x16.eplb.v1.RolloutStatus\x12*\n\x0clast_verdict\x18\t \x01(\x0b\x32\x14.eplb.v1.VerdictView\x12\x17\n\x0flive_generation\x18\n \x01(\x04\x12%\n\timbalance\x18\x0b \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12\x17\n\x0fwindow_coverage\x18\x0c \x01(\x01\x12\x14\n\x0cwindow_index\x18\r \x01(\x04\x12\x18\n\x10windows_accepted\x18\x0e \x01(\x04\x12\x46\n\x0fwindows_refused\x18\x0f \x03(\x0b\x32-.eplb.v1.DeploymentStatus.WindowsRefusedEntry\x12\x15\n\rwindow_tokens\x18\x10 \x01(\x04\x12\x1e\n\x06layers\x18\x11 \x03(\x0b\x32\x0e.eplb.v1.Layer\x12\"\n\nrank_loads\x18\x12 \x01(\x0b\x32\x0e.eplb.v1.Array\x1a\x35\n\x13WindowsRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x95\x01\n\x0eStatusResponse\x12\x0f\n\x07planner\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\x12\x10\n\x08store_ok\x18\x04 \x01(\x08\x12.\n\x0b\x64\x65ployments\x18\x05 \x03(\x0b\x32\x19.eplb.v1.DeploymentStatus\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\"1\n\x0bPlanRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\"q\n\x0cPlanResponse\x12)\n\x08proposal\x18\x01 \x01(\x0b\x32\x17.eplb.v1.GenerationView\x12%\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.eplb.v1.VerdictView\x12\x0f\n\x07solve_s\x18\x03 \x01(\x01\"^\n\x10RebalanceRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0e\n\x06policy\x18\x04 \x01(\t\"N\n\x11RebalanceResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.eplb.v1.VerdictView\"R\n\x0fRollbackRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fidempotency_key\x18\x03 \x01(\t\"2\n\x0cPauseRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\rResumeRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\"2\n\x0eSetModeRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t2\xaf\x03\n\x0c\x41\x64minService\x12\x39\n\x06Status\x12\x16.eplb.v1.StatusRequest\x1a\x17.eplb.v1.StatusResponse\x12\x33\n\x04Plan\x12\x14.eplb.v1.PlanRequest\x1a\x15.eplb.v1.PlanResponse\x12\x42\n\tRebalance\x12\x19.eplb.v1.RebalanceRequest\x1a\x1a.eplb.v1.RebalanceResponse\x12@\n\x08Rollback\x12\x18.eplb.v1.RollbackRequest\x1a\x1a.eplb.v1.RebalanceResponse\x12\x35\n\x05Pause\x12\x15.eplb.v1.PauseRequest\x1a\x15.eplb.v1.SettingsView\x12\x37\n\x06Resume\x12\x16.eplb.v1.ResumeRequest\x1a\x15.eplb.v1.SettingsView\x12\x39\n\x07SetMode\x12\x17.eplb.v1.SetModeRequest\x1a\x15.eplb.v1.SettingsViewb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65plb/v1/admin.proto\x12\x07\x65plb.v1\x1a\x14\x65plb/v1/common.proto\x1a\x17\x65plb/v1/placement.proto\"#\n\rStatusRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\"\xee\x01\n\nRankStatus\x12!\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0b\x32\x10.eplb.v1.Address\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05state\x18\x03 \x01(\t\x12\x0e\n\x06voting\x18\x04 \x01(\x08\x12\x12\n\noff_reason\x18\x05 \x01(\t\x12\x10\n\x08\x62oundary\x18\x06 \x01(\x04\x12\x0c\n\x04idle\x18\x07 \x01(\x08\x12\x15\n\rstaging_bytes\x18\x08 \x01(\x04\x12\x17\n\x0fwindows_dropped\x18\t \x01(\x04\x12\x17\n\x0flast_seen_s_ago\x18\n \x01(\x01\x12\x13\n\x0b\x63hunk_state\x18\x0b \x01(\t\"\xa3\x01\n\rRolloutStatus\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\t\x12\x13\n\x0b\x63hunks_done\x18\x03 \x01(\r\x12\x14\n\x0c\x63hunks_total\x18\x04 \x01(\r\x12\x10\n\x08\x63hunk_id\x18\x05 \x01(\x04\x12\r\n\x05\x61ge_s\x18\x06 \x01(\x01\x12\x0f\n\x07stalled\x18\x07 \x01(\x08\x12\x12\n\nlast_error\x18\x08 \x01(\t\"f\n\x0cSettingsView\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t\x12\x0e\n\x06paused\x18\x03 \x01(\x08\x12\x14\n\x0cpause_reason\x18\x04 \x01(\t\x12\x0e\n\x06policy\x18\x05 \x01(\t\"\xb3\x01\n\x0bVerdictView\x12\x0c\n\x04move\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x65\x63ided_at_s\x18\x04 \x01(\x01\x12\x32\n\x07numbers\x18\x05 \x03(\x0b\x32!.eplb.v1.VerdictView.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xc4\x01\n\x0bLearnedView\x12\x11\n\tstep_time\x18\x01 \x01(\t\x12\r\n\x05moves\x18\x02 \x01(\t\x12\x0f\n\x07horizon\x18\x03 \x01(\t\x12\x10\n\x08promises\x18\x04 \x01(\t\x12\x0c\n\x04hold\x18\x05 \x01(\t\x12\x32\n\x07numbers\x18\x06 \x03(\x0b\x32!.eplb.v1.LearnedView.NumbersEntry\x1a.\n\x0cNumbersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x9f\x05\n\x10\x44\x65ploymentStatus\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x1d\n\x05phase\x18\x04 \x01(\x0e\x32\x0e.eplb.v1.Phase\x12\'\n\x08settings\x18\x05 \x01(\x0b\x32\x15.eplb.v1.SettingsView\x12\r\n\x05\x65poch\x18\x06 \x01(\r\x12\"\n\x05ranks\x18\x07 \x03(\x0b\x32\x13.eplb.v1.RankStatus\x12\'\n\x07rollout\x18\x08 \x01(\x0b\x32\x16.eplb.v1.RolloutStatus\x12*\n\x0clast_verdict\x18\t \x01(\x0b\x32\x14.eplb.v1.VerdictView\x12\x17\n\x0flive_generation\x18\n \x01(\x04\x12%\n\timbalance\x18\x0b \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12\x17\n\x0fwindow_coverage\x18\x0c \x01(\x01\x12\x14\n\x0cwindow_index\x18\r \x01(\x04\x12\x18\n\x10windows_accepted\x18\x0e \x01(\x04\x12\x46\n\x0fwindows_refused\x18\x0f \x03(\x0b\x32-.eplb.v1.DeploymentStatus.WindowsRefusedEntry\x12\x15\n\rwindow_tokens\x18\x10 \x01(\x04\x12\x1e\n\x06layers\x18\x11 \x03(\x0b\x32\x0e.eplb.v1.Layer\x12\"\n\nrank_loads\x18\x12 \x01(\x0b\x32\x0e.eplb.v1.Array\x12%\n\x07learned\x18\x13 \x01(\x0b\x32\x14.eplb.v1.LearnedView\x1a\x35\n\x13WindowsRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x95\x01\n\x0eStatusResponse\x12\x0f\n\x07planner\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\r\n\x05store\x18\x03 \x01(\t\x12\x10\n\x08store_ok\x18\x04 \x01(\x08\x12.\n\x0b\x64\x65ployments\x18\x05 \x03(\x0b\x32\x19.eplb.v1.DeploymentStatus\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\"1\n\x0bPlanRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\"q\n\x0cPlanResponse\x12)\n\x08proposal\x18\x01 \x01(\x0b\x32\x17.eplb.v1.GenerationView\x12%\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.eplb.v1.VerdictView\x12\x0f\n\x07solve_s\x18\x03 \x01(\x01\"^\n\x10RebalanceRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x02 \x01(\t\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\x12\x0e\n\x06policy\x18\x04 \x01(\t\"N\n\x11RebalanceResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\x12%\n\x07verdict\x18\x02 \x01(\x0b\x32\x14.eplb.v1.VerdictView\"R\n\x0fRollbackRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x17\n\x0fidempotency_key\x18\x03 \x01(\t\"2\n\x0cPauseRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"#\n\rResumeRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\"2\n\x0eSetModeRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x0c\n\x04mode\x18\x02 \x01(\t2\xaf\x03\n\x0c\x41\x64minService\x12\x39\n\x06Status\x12\x16.eplb.v1.StatusRequest\x1a\x17.eplb.v1.StatusResponse\x12\x33\n\x04Plan\x12\x14.eplb.v1.PlanRequest\x1a\x15.eplb.v1.PlanResponse\x12\x42\n\tRebalance\x12\x19.eplb.v1.RebalanceRequest\x1a\x1a.eplb.v1.RebalanceResponse\x12@\n\x08Rollback\x12\x18.eplb.v1.RollbackRequest\x1a\x1a.eplb.v1.RebalanceResponse\x12\x35\n\x05Pause\x12\x15.eplb.v1.PauseRequest\x1a\x15.eplb.v1.SettingsView\x12\x37\n\x06Resume\x12\x16.eplb.v1.ResumeRequest\x1a\x15.eplb.v1.SettingsView\x12\x39\n\x07SetMode\x12\x17.eplb.v1.SetModeRequest\x1a\x15.eplb.v1.SettingsViewb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,6 +35,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_VERDICTVIEW_NUMBERSENTRY']._loaded_options = None
   _globals['_VERDICTVIEW_NUMBERSENTRY']._serialized_options = b'8\001'
+  _globals['_LEARNEDVIEW_NUMBERSENTRY']._loaded_options = None
+  _globals['_LEARNEDVIEW_NUMBERSENTRY']._serialized_options = b'8\001'
   _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._loaded_options = None
   _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._serialized_options = b'8\001'
   _globals['_STATUSREQUEST']._serialized_start=79
@@ -49,28 +51,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERDICTVIEW']._serialized_end=807
   _globals['_VERDICTVIEW_NUMBERSENTRY']._serialized_start=761
   _globals['_VERDICTVIEW_NUMBERSENTRY']._serialized_end=807
-  _globals['_DEPLOYMENTSTATUS']._serialized_start=810
-  _globals['_DEPLOYMENTSTATUS']._serialized_end=1442
-  _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._serialized_start=1389
-  _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._serialized_end=1442
-  _globals['_STATUSRESPONSE']._serialized_start=1445
-  _globals['_STATUSRESPONSE']._serialized_end=1594
-  _globals['_PLANREQUEST']._serialized_start=1596
-  _globals['_PLANREQUEST']._serialized_end=1645
-  _globals['_PLANRESPONSE']._serialized_start=1647
-  _globals['_PLANRESPONSE']._serialized_end=1760
-  _globals['_REBALANCEREQUEST']._serialized_start=1762
-  _globals['_REBALANCEREQUEST']._serialized_end=1856
-  _globals['_REBALANCERESPONSE']._serialized_start=1858
-  _globals['_REBALANCERESPONSE']._serialized_end=1936
-  _globals['_ROLLBACKREQUEST']._serialized_start=1938
-  _globals['_ROLLBACKREQUEST']._serialized_end=2020
-  _globals['_PAUSEREQUEST']._serialized_start=2022
-  _globals['_PAUSEREQUEST']._serialized_end=2072
-  _globals['_RESUMEREQUEST']._serialized_start=2074
-  _globals['_RESUMEREQUEST']._serialized_end=2109
-  _globals['_SETMODEREQUEST']._serialized_start=2111
-  _globals['_SETMODEREQUEST']._serialized_end=2161
-  _globals['_ADMINSERVICE']._serialized_start=2164
-  _globals['_ADMINSERVICE']._serialized_end=2595
+  _globals['_LEARNEDVIEW']._serialized_start=810
+  _globals['_LEARNEDVIEW']._serialized_end=1006
+  _globals['_LEARNEDVIEW_NUMBERSENTRY']._serialized_start=761
+  _globals['_LEARNEDVIEW_NUMBERSENTRY']._serialized_end=807
+  _globals['_DEPLOYMENTSTATUS']._serialized_start=1009
+  _globals['_DEPLOYMENTSTATUS']._serialized_end=1680
+  _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._serialized_start=1627
+  _globals['_DEPLOYMENTSTATUS_WINDOWSREFUSEDENTRY']._serialized_end=1680
+  _globals['_STATUSRESPONSE']._serialized_start=1683
+  _globals['_STATUSRESPONSE']._serialized_end=1832
+  _globals['_PLANREQUEST']._serialized_start=1834
+  _globals['_PLANREQUEST']._serialized_end=1883
+  _globals['_PLANRESPONSE']._serialized_start=1885
+  _globals['_PLANRESPONSE']._serialized_end=1998
+  _globals['_REBALANCEREQUEST']._serialized_start=2000
+  _globals['_REBALANCEREQUEST']._serialized_end=2094
+  _globals['_REBALANCERESPONSE']._serialized_start=2096
+  _globals['_REBALANCERESPONSE']._serialized_end=2174
+  _globals['_ROLLBACKREQUEST']._serialized_start=2176
+  _globals['_ROLLBACKREQUEST']._serialized_end=2258
+  _globals['_PAUSEREQUEST']._serialized_start=2260
+  _globals['_PAUSEREQUEST']._serialized_end=2310
+  _globals['_RESUMEREQUEST']._serialized_start=2312
+  _globals['_RESUMEREQUEST']._serialized_end=2347
+  _globals['_SETMODEREQUEST']._serialized_start=2349
+  _globals['_SETMODEREQUEST']._serialized_end=2399
+  _globals['_ADMINSERVICE']._serialized_start=2402
+  _globals['_ADMINSERVICE']._serialized_end=2833
 # @@protoc_insertion_point(module_scope)

@@ -94,8 +94,31 @@ class VerdictView(_message.Message):
     numbers: _containers.ScalarMap[str, float]
     def __init__(self, move: bool = ..., code: _Optional[str] = ..., reason: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
+class LearnedView(_message.Message):
+    __slots__ = ("step_time", "moves", "horizon", "promises", "hold", "numbers")
+    class NumbersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    STEP_TIME_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    HORIZON_FIELD_NUMBER: _ClassVar[int]
+    PROMISES_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    step_time: str
+    moves: str
+    horizon: str
+    promises: str
+    hold: str
+    numbers: _containers.ScalarMap[str, float]
+    def __init__(self, step_time: _Optional[str] = ..., moves: _Optional[str] = ..., horizon: _Optional[str] = ..., promises: _Optional[str] = ..., hold: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
 class DeploymentStatus(_message.Message):
-    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads")
+    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned")
     class WindowsRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -121,6 +144,7 @@ class DeploymentStatus(_message.Message):
     WINDOW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
+    LEARNED_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     state: str
     reason: str
@@ -139,7 +163,8 @@ class DeploymentStatus(_message.Message):
     window_tokens: int
     layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Layer]
     rank_loads: _common_pb2.Array
-    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
+    learned: LearnedView
+    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s")

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from eplb_service.pb.v1 import common_pb2 as eplb_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65plb/v1/placement.proto\x12\x07\x65plb.v1\x1a\x14\x65plb/v1/common.proto\"=\n\x13GetPlacementRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"A\n\x15WatchPlacementRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x14\n\x0cknown_digest\x18\x02 \x01(\t\";\n\x16ListGenerationsRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"G\n\x17ListGenerationsResponse\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.eplb.v1.GenerationView\"\x97\x04\n\x0eGenerationView\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12%\n\tplacement\x18\x03 \x01(\x0b\x32\x12.eplb.v1.Placement\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.eplb.v1.GenerationState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x14\n\x0c\x63reated_at_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x61\x63tive_at_s\x18\t \x01(\x01\x12\"\n\x06\x62\x65\x66ore\x18\n \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12%\n\tpredicted\x18\x0b \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12\'\n\x0blower_bound\x18\x0c \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12$\n\x08observed\x18\r \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12#\n\x05moves\x18\x0e \x01(\x0b\x32\x14.eplb.v1.MoveSummary\x12\x19\n\x11layer_generations\x18\x0f \x03(\x04\x12\x17\n\x0f\x66lip_boundaries\x18\x10 \x03(\x04\x12\x11\n\trollout_s\x18\x11 \x01(\x01\x12\r\n\x05\x65poch\x18\x12 \x01(\r\x12\x18\n\x10placement_digest\x18\x13 \x01(\t\"[\n\x15\x44iffPlacementsRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x17\n\x0f\x66rom_generation\x18\x02 \x01(\x04\x12\x15\n\rto_generation\x18\x03 \x01(\x04\"\xbe\x01\n\nSlotChange\x12\x1d\n\x05layer\x18\x01 \x01(\x0b\x32\x0e.eplb.v1.Layer\x12\x0f\n\x07rank_id\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0b\x66rom_expert\x18\x04 \x01(\x05\x12\x11\n\tto_expert\x18\x05 \x01(\x05\x12\x17\n\nfrom_share\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08to_share\x18\x07 \x01(\x02H\x01\x88\x01\x01\x42\r\n\x0b_from_shareB\x0b\n\t_to_share\"c\n\x16\x44iffPlacementsResponse\x12$\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x13.eplb.v1.SlotChange\x12#\n\x05moves\x18\x02 \x01(\x0b\x32\x14.eplb.v1.MoveSummary*\xd1\x01\n\x0fGenerationState\x12 \n\x1cGENERATION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGENERATION_STATE_PUBLISHED\x10\x01\x12 \n\x1cGENERATION_STATE_ROLLING_OUT\x10\x02\x12\x1b\n\x17GENERATION_STATE_ACTIVE\x10\x03\x12\x1c\n\x18GENERATION_STATE_STOPPED\x10\x04\x12\x1f\n\x1bGENERATION_STATE_SUPERSEDED\x10\x05\x32\xcf\x02\n\x10PlacementService\x12\x45\n\x0cGetPlacement\x12\x1c.eplb.v1.GetPlacementRequest\x1a\x17.eplb.v1.GenerationView\x12K\n\x0eWatchPlacement\x12\x1e.eplb.v1.WatchPlacementRequest\x1a\x17.eplb.v1.GenerationView0\x01\x12T\n\x0fListGenerations\x12\x1f.eplb.v1.ListGenerationsRequest\x1a .eplb.v1.ListGenerationsResponse\x12Q\n\x0e\x44iffPlacements\x12\x1e.eplb.v1.DiffPlacementsRequest\x1a\x1f.eplb.v1.DiffPlacementsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65plb/v1/placement.proto\x12\x07\x65plb.v1\x1a\x14\x65plb/v1/common.proto\"=\n\x13GetPlacementRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"A\n\x15WatchPlacementRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x14\n\x0cknown_digest\x18\x02 \x01(\t\";\n\x16ListGenerationsRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\r\"G\n\x17ListGenerationsResponse\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.eplb.v1.GenerationView\"\xc0\x01\n\x0eObservedWindow\x12\x14\n\x0cwindow_index\x18\x01 \x01(\x04\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\x13\n\x0bworst_layer\x18\x03 \x01(\x01\x12\x15\n\rprevious_mean\x18\x04 \x01(\x01\x12\x1c\n\x14previous_worst_layer\x18\x05 \x01(\x01\x12\x0e\n\x06step_s\x18\x06 \x01(\x01\x12\x17\n\x0f\x65xpected_step_s\x18\x07 \x01(\x01\x12\x17\n\x0fprevious_step_s\x18\x08 \x01(\x01\"\x9c\x05\n\x0eGenerationView\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12%\n\tplacement\x18\x03 \x01(\x0b\x32\x12.eplb.v1.Placement\x12\'\n\x05state\x18\x04 \x01(\x0e\x32\x18.eplb.v1.GenerationState\x12\x0e\n\x06reason\x18\x05 \x01(\t\x12\x13\n\x0bstop_reason\x18\x06 \x01(\t\x12\x0e\n\x06policy\x18\x07 \x01(\t\x12\x14\n\x0c\x63reated_at_s\x18\x08 \x01(\x01\x12\x13\n\x0b\x61\x63tive_at_s\x18\t \x01(\x01\x12\"\n\x06\x62\x65\x66ore\x18\n \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12%\n\tpredicted\x18\x0b \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12\'\n\x0blower_bound\x18\x0c \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12$\n\x08observed\x18\r \x01(\x0b\x32\x12.eplb.v1.Imbalance\x12#\n\x05moves\x18\x0e \x01(\x0b\x32\x14.eplb.v1.MoveSummary\x12\x19\n\x11layer_generations\x18\x0f \x03(\x04\x12\x17\n\x0f\x66lip_boundaries\x18\x10 \x03(\x04\x12\x11\n\trollout_s\x18\x11 \x01(\x01\x12\r\n\x05\x65poch\x18\x12 \x01(\r\x12\x18\n\x10placement_digest\x18\x13 \x01(\t\x12\x1a\n\rpromised_gain\x18\x14 \x01(\x01H\x00\x88\x01\x01\x12\x31\n\x10observed_windows\x18\x15 \x03(\x0b\x32\x17.eplb.v1.ObservedWindow\x12\x0f\n\x07outcome\x18\x16 \x01(\t\x12\x11\n\tjudgement\x18\x17 \x01(\tB\x10\n\x0e_promised_gain\"[\n\x15\x44iffPlacementsRequest\x12\x12\n\ndeployment\x18\x01 \x01(\t\x12\x17\n\x0f\x66rom_generation\x18\x02 \x01(\x04\x12\x15\n\rto_generation\x18\x03 \x01(\x04\"\xbe\x01\n\nSlotChange\x12\x1d\n\x05layer\x18\x01 \x01(\x0b\x32\x0e.eplb.v1.Layer\x12\x0f\n\x07rank_id\x18\x02 \x01(\r\x12\x0c\n\x04slot\x18\x03 \x01(\r\x12\x13\n\x0b\x66rom_expert\x18\x04 \x01(\x05\x12\x11\n\tto_expert\x18\x05 \x01(\x05\x12\x17\n\nfrom_share\x18\x06 \x01(\x02H\x00\x88\x01\x01\x12\x15\n\x08to_share\x18\x07 \x01(\x02H\x01\x88\x01\x01\x42\r\n\x0b_from_shareB\x0b\n\t_to_share\"c\n\x16\x44iffPlacementsResponse\x12$\n\x07\x63hanges\x18\x01 \x03(\x0b\x32\x13.eplb.v1.SlotChange\x12#\n\x05moves\x18\x02 \x01(\x0b\x32\x14.eplb.v1.MoveSummary*\xd1\x01\n\x0fGenerationState\x12 \n\x1cGENERATION_STATE_UNSPECIFIED\x10\x00\x12\x1e\n\x1aGENERATION_STATE_PUBLISHED\x10\x01\x12 \n\x1cGENERATION_STATE_ROLLING_OUT\x10\x02\x12\x1b\n\x17GENERATION_STATE_ACTIVE\x10\x03\x12\x1c\n\x18GENERATION_STATE_STOPPED\x10\x04\x12\x1f\n\x1bGENERATION_STATE_SUPERSEDED\x10\x05\x32\xcf\x02\n\x10PlacementService\x12\x45\n\x0cGetPlacement\x12\x1c.eplb.v1.GetPlacementRequest\x1a\x17.eplb.v1.GenerationView\x12K\n\x0eWatchPlacement\x12\x1e.eplb.v1.WatchPlacementRequest\x1a\x17.eplb.v1.GenerationView0\x01\x12T\n\x0fListGenerations\x12\x1f.eplb.v1.ListGenerationsRequest\x1a .eplb.v1.ListGenerationsResponse\x12Q\n\x0e\x44iffPlacements\x12\x1e.eplb.v1.DiffPlacementsRequest\x1a\x1f.eplb.v1.DiffPlacementsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'eplb.v1.placement_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GENERATIONSTATE']._serialized_start=1248
-  _globals['_GENERATIONSTATE']._serialized_end=1457
+  _globals['_GENERATIONSTATE']._serialized_start=1576
+  _globals['_GENERATIONSTATE']._serialized_end=1785
   _globals['_GETPLACEMENTREQUEST']._serialized_start=58
   _globals['_GETPLACEMENTREQUEST']._serialized_end=119
   _globals['_WATCHPLACEMENTREQUEST']._serialized_start=121
@@ -42,14 +42,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTGENERATIONSREQUEST']._serialized_end=247
   _globals['_LISTGENERATIONSRESPONSE']._serialized_start=249
   _globals['_LISTGENERATIONSRESPONSE']._serialized_end=320
-  _globals['_GENERATIONVIEW']._serialized_start=323
-  _globals['_GENERATIONVIEW']._serialized_end=858
-  _globals['_DIFFPLACEMENTSREQUEST']._serialized_start=860
-  _globals['_DIFFPLACEMENTSREQUEST']._serialized_end=951
-  _globals['_SLOTCHANGE']._serialized_start=954
-  _globals['_SLOTCHANGE']._serialized_end=1144
-  _globals['_DIFFPLACEMENTSRESPONSE']._serialized_start=1146
-  _globals['_DIFFPLACEMENTSRESPONSE']._serialized_end=1245
-  _globals['_PLACEMENTSERVICE']._serialized_start=1460
-  _globals['_PLACEMENTSERVICE']._serialized_end=1795
+  _globals['_OBSERVEDWINDOW']._serialized_start=323
+  _globals['_OBSERVEDWINDOW']._serialized_end=515
+  _globals['_GENERATIONVIEW']._serialized_start=518
+  _globals['_GENERATIONVIEW']._serialized_end=1186
+  _globals['_DIFFPLACEMENTSREQUEST']._serialized_start=1188
+  _globals['_DIFFPLACEMENTSREQUEST']._serialized_end=1279
+  _globals['_SLOTCHANGE']._serialized_start=1282
+  _globals['_SLOTCHANGE']._serialized_end=1472
+  _globals['_DIFFPLACEMENTSRESPONSE']._serialized_start=1474
+  _globals['_DIFFPLACEMENTSRESPONSE']._serialized_end=1573
+  _globals['_PLACEMENTSERVICE']._serialized_start=1788
+  _globals['_PLACEMENTSERVICE']._serialized_end=2123
 # @@protoc_insertion_point(module_scope)

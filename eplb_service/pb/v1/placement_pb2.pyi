@@ -52,8 +52,28 @@ class ListGenerationsResponse(_message.Message):
     generations: _containers.RepeatedCompositeFieldContainer[GenerationView]
     def __init__(self, generations: _Optional[_Iterable[_Union[GenerationView, _Mapping]]] = ...) -> None: ...
 
+class ObservedWindow(_message.Message):
+    __slots__ = ("window_index", "mean", "worst_layer", "previous_mean", "previous_worst_layer", "step_s", "expected_step_s", "previous_step_s")
+    WINDOW_INDEX_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    WORST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_WORST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    window_index: int
+    mean: float
+    worst_layer: float
+    previous_mean: float
+    previous_worst_layer: float
+    step_s: float
+    expected_step_s: float
+    previous_step_s: float
+    def __init__(self, window_index: _Optional[int] = ..., mean: _Optional[float] = ..., worst_layer: _Optional[float] = ..., previous_mean: _Optional[float] = ..., previous_worst_layer: _Optional[float] = ..., step_s: _Optional[float] = ..., expected_step_s: _Optional[float] = ..., previous_step_s: _Optional[float] = ...) -> None: ...
+
 class GenerationView(_message.Message):
-    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest")
+    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest", "promised_gain", "observed_windows", "outcome", "judgement")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +93,10 @@ class GenerationView(_message.Message):
     ROLLOUT_S_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PROMISED_GAIN_FIELD_NUMBER: _ClassVar[int]
+    OBSERVED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    JUDGEMENT_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     generation: int
     placement: _common_pb2.Placement
@@ -92,7 +116,11 @@ class GenerationView(_message.Message):
     rollout_s: float
     epoch: int
     placement_digest: str
-    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ...) -> None: ...
+    promised_gain: float
+    observed_windows: _containers.RepeatedCompositeFieldContainer[ObservedWindow]
+    outcome: str
+    judgement: str
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ...) -> None: ...
 
 class DiffPlacementsRequest(_message.Message):
     __slots__ = ("deployment", "from_generation", "to_generation")
