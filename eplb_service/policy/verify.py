@@ -68,11 +68,11 @@ def _checked_map(given: object, problem: PlanningProblem, policy: str) -> Int32A
 
 
 def _checked_table(rows: Int32Array, shares: object, problem: PlanningProblem, policy: str) -> Table:
-    """The placement that a map and its shares make, or PolicyFailedError."""
+    """The placement that a map and its shares make, or PolicyFailedError. Without shares a weighted engine splits evenly."""
     current = problem.current
     table = Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, rows)
     if shares is None:
-        return table
+        return table.with_even_shares() if problem.dispatch is Dispatch.WEIGHTED else table
     if problem.dispatch is not Dispatch.WEIGHTED:
         raise _fail(policy, f"shares for an engine that dispatches by {problem.dispatch.value}, not by weights")
     fault = check_shares(table, shares)
