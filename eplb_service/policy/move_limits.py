@@ -105,6 +105,16 @@ class MoveAccount:
         by_bytes = (self.bytes - int(self._taken.sum(axis=1) @ self._expert_bytes)) // size if size else self.moves
         return max(0, min(self.moves - used, by_bytes, self.per_layer))
 
+    def intake_left(self, layer: int) -> Int64Array:
+        """Most experts that each rank may take in within a layer, beside what the other layers took. Shape (R,)."""
+        others = self._taken.sum(axis=0) - self._taken[layer]
+        left: Int64Array = np.maximum(self.per_rank - others, 0)
+        return left
+
+    def may_change(self, layer: int) -> bool:
+        """Whether a layer has changed, or may still."""
+        return bool(self._changed[layer]) or int(self._changed.sum()) < self.layers
+
 
 def within_move_limits(problem: PlanningProblem, limits: Limits, plans: list[LayerPlan | None]) -> tuple[Int32Array, bool]:
     """Rows of all layers, shape (L, P), and whether limits on moves kept some layer from its new row.

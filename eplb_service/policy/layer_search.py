@@ -1,0 +1,206 @@
+"""Searches of one layer by annealing, in Python's hands: stages one after another, and the best rows that they have found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from eplb_service.policy.anneal import BLOCK, GAIN_MIN, NO_OVERLOAD, Record, Schedule, anneal
+from eplb_service.policy.anneal_changes import LIMIT, PRICE_MAX, PRICE_WEIGHT, new_scratch
+from eplb_service.policy.anneal_state import (
+    Float64Array,
+    Int32Array,
+    Int64Array,
+    Layer,
+    bins_of,
+    height_of_work,
+    layer_of,
+    moves_of,
+    new_state,
+    price_of,
+)
+from eplb_service.policy.layer_task import LayerTask
+
+PIECE = 1024 * BLOCK
+"""Steps between two looks at the clock."""
+
+ARCHIVE_SLOTS = 1 << 21
+"""Bound on the slots of all rows that one layer's archive keeps."""
+
+FEWEST = Schedule(
+    temperature_first=0.1,
+    temperature_last=0.05,
+    weight_first=3.0,
+    weight_rise=round(math.log(200 / 3), 9),
+    ramp=0.7,
+    rise=0.03,
+    fall=0.03,
+    weight_min=20.0,
+    swap=128,
+    back=11,
+    replace=106,
+    hot=60,
+    changed=210,
+    lower=False,
+)
+"""How the fewest moves are looked for: found by trying a few hundred schedules on the standard work of several seeds."""
+
+LOWEST = FEWEST._replace(weight_first=100.0, weight_rise=round(math.log(10.0), 9), lower=True)
+"""How the least height within a price is looked for."""
+
+Expired = Callable[[], bool]
+"""Whether the time is over."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A row of a layer. slots: experts of its usable slots, (N,). height: over the fair one. moves, price: of residencies."""
+
+    slots: Int32Array
+    height: float
+    moves: int
+    price: float
+
+
+@dataclass(slots=True, eq=False)
+class LayerSearch:
+    """Searches of one layer. Start: shape (R, S), a legal row, as near the live one as legality allows.
+
+    moves_max: most moves of the layer; intake_max: of each rank, shape (R,).
+    rest: the start as found. heights, rows: the archive: least height with each number of moves, and its slots.
+    cut_off: whether the time was over before the steps were.
+    """
+
+    task: LayerTask
+    start: Int32Array
+    seed: int
+    moves_max: int
+    intake_max: Int64Array
+    rest: Found = field(init=False)
+    layer: Layer = field(init=False)
+    heights: Float64Array = field(init=False)
+    rows: Int32Array = field(init=False)
+    cut_off: bool = field(init=False, default=False)
+    _searches: int = field(init=False, default=0)
+    _width: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        """Arrays of the layer, and an archive that holds the start."""
+        self.layer, slots = layer_of(self.task, self.start)
+        copies = np.bincount(slots[slots >= 0], minlength=self.task.num_logical)
+        spare = slots.size - self.task.num_logical + 1
+        self._width = max(min(int(self.layer.copies_max.max()), spare, self.task.num_ranks), int(copies.max())) + 2
+        self.rest = self.found(slots)
+        most = min(slots.size, self.moves_max, max(self.rest.moves, ARCHIVE_SLOTS // slots.size))
+        self.heights = np.full(most + 1, np.inf)
+        self.rows = np.zeros((most + 1, slots.size), np.int32)
+        if self.rest.moves <= most:
+            self.heights[self.rest.moves] = self.rest.height
+            self.rows[self.rest.moves] = slots
+
+    def found(self, slots: Int32Array) -> Found:
+        """What a row is worth. Slots: shape (N,)."""
+        height = float(height_of_work(self.layer, new_state(self.layer, slots, self._width).work))
+        return Found(slots.copy(), height, int(moves_of(self.layer, slots)), float(price_of(self.layer, slots)))
+
+    def row(self, slots: Int32Array) -> Int32Array:
+        """A row of all slots, shape (P,), -1 = empty."""
+        return bins_of(self.task, slots).reshape(-1)
+
+    def fewest(self, limit: float, steps: int, expired: Expired, schedule: Schedule = FEWEST) -> Found | None:
+        """Look for the cheapest row at or under a height limit, from the start. None when none was found."""
+        layer, slots = with_copies(self.layer, self.rest.slots, limit)
+        if moves_of(layer, slots) > self.moves_max:
+            layer, slots = self.layer, self.rest.slots
+        record = self._run(layer, slots, limit, np.inf, steps, expired, schedule)
+        if not np.isfinite(record.value[0]):
+            return None
+        found = self.found(record.best)
+        return found if found.moves <= self.moves_max else None
+
+    def lowest_known(self) -> Found:
+        """The row of least height in the archive; of equals the one with the fewest moves."""
+        moves = int(self.heights.argmin())
+        return self.rest if self.rest.height <= self.heights[moves] else self.found(self.rows[moves])
+
+    def widen(self, limits: Sequence[float], steps: int, expired: Expired) -> None:
+        """Fill the archive by searches at several limits, each with as many steps."""
+        for limit in limits:
+            self.fewest(limit, steps, expired)
+
+    def lowest(self, begin: Found, price_max: float, steps: int, expired: Expired, schedule: Schedule = LOWEST) -> Found:
+        """Look for the least height at no more than a price, from a row within it. Returns that row when none is lower."""
+        record = self._run(self.layer, begin.slots, begin.height * (1.0 - GAIN_MIN) - 1e-4, price_max, steps, expired, schedule)
+        return self.found(record.best) if record.value[0] < begin.height else begin
+
+    def _run(
+        self, layer: Layer, slots: Int32Array, limit: float, price_max: float, steps: int, expired: Expired, schedule: Schedule
+    ) -> Record:
+        """One search, piece by piece until its steps or the time are over."""
+        self._searches += 1
+        state = new_state(layer, slots, self._width)
+        scratch = new_scratch(layer, self.moves_max, self.intake_max, seed_of(self.seed, self._searches))
+        scratch.level[LIMIT] = limit
+        scratch.level[PRICE_MAX] = price_max + NO_OVERLOAD
+        scratch.level[PRICE_WEIGHT] = 0.0 if schedule.lower else 1.0
+        record = Record(slots.copy(), np.full(1, np.inf), self.heights, self.rows)
+        for first in range(0, steps, PIECE):
+            if expired():
+                self.cut_off = True
+                break
+            anneal(layer, state, scratch, schedule, record, first, min(first + PIECE, steps), steps)
+        return record
+
+
+def with_copies(layer: Layer, slots: Int32Array, limit: float) -> tuple[Layer, Int32Array]:
+    """The layer and the row with as many copies of each expert as any row under a height limit has: ceil(load / limit).
+
+    A search that starts without them may never find the way: the overload of a copy must first get worse somewhere else. The
+    missing copies take free slots or those of the least loaded spare copies, on the least loaded ranks that may hold them; what
+    finds no place is left to the search.
+    """
+    speed = 1.0 / float(layer.inverse[layer.rank_of].min())
+    needed = np.ceil(layer.load / (limit * speed) * (1.0 - 1e-12)).astype(np.int64)
+    needed = np.minimum(np.maximum(needed, layer.copies_min), layer.copies_max)
+    copies = np.bincount(slots[slots >= 0], minlength=layer.load.size)
+    if (copies >= needed).all():
+        return layer._replace(copies_min=np.minimum(needed, copies)), slots
+    slots = slots.copy()
+    for expert in np.flatnonzero(copies < needed).tolist():
+        while copies[expert] < needed[expert]:
+            slot = _slot_for_copy(layer, slots, copies, needed, expert)
+            if slot < 0:
+                break
+            if slots[slot] >= 0:
+                copies[slots[slot]] -= 1
+            slots[slot] = expert
+            copies[expert] += 1
+    return layer._replace(copies_min=np.minimum(needed, copies)), slots
+
+
+def _slot_for_copy(layer: Layer, slots: Int32Array, copies: Int64Array, needed: Int64Array, expert: int) -> int:
+    """The free slot, or slot of a spare copy, where a copy of an expert makes its rank least loaded; -1 = there is none."""
+    part = np.append(layer.load / np.maximum(copies, 1), 0.0)
+    work = layer.base + np.bincount(layer.rank_of, weights=part[slots], minlength=layer.base.size)
+    spare = np.append(copies > needed, True) & ~np.append(layer.spread.astype(np.bool_), False)
+    holding = np.zeros(layer.base.size, np.bool_)
+    holding[layer.rank_of[slots == expert]] = True
+    may = spare[slots] & (layer.frozen == 0) & np.isfinite(layer.price[layer.rank_of, expert]) & ~holding[layer.rank_of]
+    if not may.any():
+        return -1
+    after = (work[layer.rank_of] - part[slots]) * layer.inverse[layer.rank_of]
+    return int(np.where(may, after, np.inf).argmin())
+
+
+def seed_of(*parts: int) -> int:
+    """A positive seed below 2^63 from integers (splitmix64; G. Steele and others, 2014), never 0."""
+    mixed = 0
+    for part in parts:
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) & (1 << 64) - 1
+        mixed = ((mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9) & (1 << 64) - 1
+        mixed = ((mixed ^ mixed >> 27) * 0x94D049BB133111EB) & (1 << 64) - 1
+        mixed ^= mixed >> 31
+    return (mixed >> 1) or 1

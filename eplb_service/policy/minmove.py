@@ -1,0 +1,207 @@
+"""The minimal-move policy: every layer at or under a target with the fewest residencies moved, then better balance for free.
+
+Each layer is searched by annealing from what is live (`layer_search`), by itself: its own seed and steps, so that neither the
+order of layers nor the number of threads matters. A layer at or under the target stays as it is. Under limits on moves that are
+too small for the target, the layers' Pareto fronts are joined into the plan that gains most within them (`front`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from eplb_service.clock import Clock, SystemClock
+from eplb_service.dispatch import Dispatch
+from eplb_service.errors import InvalidInputError
+from eplb_service.policy.base import Effort, PlanningProblem, RawPlan
+from eplb_service.policy.bounds import imbalance_bounds
+from eplb_service.policy.front import Point, joined_front, within_limits
+from eplb_service.policy.groups import Layout
+from eplb_service.policy.layer_plan import LayerPlanner
+from eplb_service.policy.layer_search import seed_of
+from eplb_service.policy.layer_task import Int32Array, layer_task
+from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.move_limits import MoveAccount
+
+DEFAULT_TARGET = 1.02
+"""Imbalance to reach when the problem names none."""
+
+STEPS = {Effort.QUICK: 12_000_000, Effort.NORMAL: 60_000_000, Effort.THOROUGH: 400_000_000}
+"""Annealing steps over all layers: what the standard work (58 layers of 288 slots) takes 1, 5 and 30 s for on one core."""
+
+STEPS_PER_SLOT = {Effort.QUICK: 720, Effort.NORMAL: 3_600, Effort.THOROUGH: 24_000}
+"""Steps for each usable slot of a layer that are worth while: small tables take less than all of `STEPS`."""
+
+STEPS_PER_LAYER_MIN = 20_000
+"""Steps of a small layer when no work budget is given."""
+
+QUICK_LOOK, LONG_LOOK, TARGET_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1
+"""Shares of the steps that the passes over the layers take."""
+
+WITH_FRONT = 0.6
+"""Share of the steps for the plan itself when a front is needed too."""
+
+MANY = 1 << 40
+"""More moves than any layer has."""
+
+
+def steps_of(problem: PlanningProblem, limits: Limits) -> int:
+    """Annealing steps of each layer."""
+    layers = problem.current.num_layers
+    if problem.work_budget is not None:
+        return problem.work_budget // layers
+    per_slot = max(STEPS_PER_LAYER_MIN, STEPS_PER_SLOT[problem.effort] * limits.num_slots)
+    return min(STEPS[problem.effort] // layers, per_slot)
+
+
+class MinMovePolicy:
+    """Fewest moves to a target; see the module.
+
+    Status: `target_met`; `target_missed` when some layer is above the target (no search reached it: the best balance found,
+    with few moves); `limited` when limits on moves kept some layer above it. work_budget: annealing steps over all layers.
+    """
+
+    name = "minmove"
+    options: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, *, threads: int = 1, clock: Clock | None = None) -> None:
+        """Threads: layers planned at a time; the plan is the same with any number. Clock: for the time limit."""
+        self._threads = threads
+        self._clock = clock or SystemClock()
+
+    def plan(self, problem: PlanningProblem) -> RawPlan:
+        """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints."""
+        deadline = self._clock.monotonic() + problem.time_limit_s
+        table = _TablePlan(problem, lambda: self._clock.monotonic() >= deadline, self._threads)
+        table.search()
+        return table.result()
+
+
+@dataclass(slots=True, eq=False)
+class _TablePlan:
+    """The plan of a table in the making."""
+
+    problem: PlanningProblem
+    expired: Callable[[], bool]
+    threads: int
+    limits: Limits = field(init=False)
+    planners: list[LayerPlanner] = field(init=False)
+    target: float = field(init=False)
+    cut_off: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        """A planner for each layer."""
+        problem = self.problem
+        self.limits = limits_of(problem)
+        self.target = problem.max_imbalance or DEFAULT_TARGET
+        layout, steps = Layout.of(problem, self.limits), steps_of(problem, self.limits)
+        account, bounds = MoveAccount(problem), imbalance_bounds(problem, self.limits)
+        intake_max = np.full(problem.current.num_ranks, min(account.per_rank, MANY), np.int64)
+        self.planners = [
+            LayerPlanner(
+                task=layer_task(problem, self.limits, layout, layer),
+                target=self.target,
+                bound=bounds[layer],
+                steps=steps,
+                seed=seed_of(problem.seed, layer_id),
+                moves_max=min(account.per_layer, account.moves, MANY),
+                intake_max=intake_max,
+                even=problem.dispatch in (Dispatch.EVEN, Dispatch.HASHED),
+            )
+            for layer, layer_id in enumerate(problem.current.layer_ids)
+        ]
+
+    def search(self) -> None:
+        """Run the passes, each over all layers, so that time that runs out leaves every layer something."""
+        limited = MoveAccount(self.problem).binds
+        share = WITH_FRONT if self.problem.front or limited else 1.0
+        self._each(lambda planner: planner.look(QUICK_LOOK * share, self.expired))
+        self._each(lambda planner: planner.look(LONG_LOOK * share, self.expired))
+        self._each(lambda planner: planner.look_at_target(TARGET_LOOK * share, self.expired))
+        self._each(lambda planner: planner.level(LEVELLING * share, self.expired))
+        if self.problem.front or (limited and not self._fits()):
+            self._each(lambda planner: planner.widen(1.0 - share, self.expired))
+
+    def _each(self, task: Callable[[LayerPlanner], None]) -> None:
+        """One pass over the layers."""
+        busy = [planner for planner in self.planners if not planner.settled]
+        if self.threads > 1 and len(busy) > 1:
+            with ThreadPoolExecutor(self.threads) as pool:
+                list(pool.map(task, busy))
+        else:
+            for planner in busy:
+                task(planner)
+
+    def _fits(self) -> bool:
+        """Whether the chosen rows keep all limits on moves."""
+        account = MoveAccount(self.problem)
+        return all(account.take(layer, planner.row) for layer, planner in enumerate(self.planners))
+
+    def result(self) -> RawPlan:
+        """The plan, with a front when asked."""
+        limited = not self._fits()
+        rows = self._limited_rows() if limited else np.stack([planner.row for planner in self.planners])
+        met = all(planner.met for planner in self.planners)
+        return RawPlan(
+            physical_to_logical=rows,
+            front=tuple(self._front()) if self.problem.front else (),
+            status="limited" if limited else "target_met" if met else "target_missed",
+            cut_off=any(planner.search.cut_off for planner in self.planners),
+        )
+
+    def _limited_rows(self) -> Int32Array:
+        """The rows that gain most within the limits on moves, shape (L, P)."""
+        account = MoveAccount(self.problem)
+        start, open_layers = self._mended(account)
+        fronts = [
+            planner.front(start[layer]) if layer in open_layers else (start[layer],)
+            for layer, planner in enumerate(self.planners)
+        ]
+        chosen = within_limits(fronts, account, start)
+        for layer in sorted(open_layers, key=lambda layer: (-self.planners[layer].gap(chosen[layer]), layer)):
+            planner, taken = self.planners[layer], chosen[layer]
+            if planner.settled or not account.may_change(layer):
+                continue
+            better = planner.improve(taken, taken.moves + account.moves_left(layer), account.intake_left(layer), self.expired)
+            if better.tokens < taken.tokens and account.take(layer, better.row):
+                chosen[layer] = better
+        return np.stack([point.row for point in chosen])
+
+    def _mended(self, account: MoveAccount) -> tuple[list[Point], set[int]]:
+        """What each layer starts from when moves are short, taken in the account, and the layers that may go on from there.
+
+        Rows that cannot stay come first, then those that break a promise; of these, what does not fit stays as it is. Raises
+        InvalidInputError when not even the moves fit that make every expert reachable.
+        """
+        start = [planner.held for planner in self.planners]
+        open_layers = {layer for layer, planner in enumerate(self.planners) if planner.legal}
+        broken = [layer for layer, planner in enumerate(self.planners) if not planner.legal]
+        for layer in sorted(broken, key=lambda layer: (not self._must_mend(layer), layer)):
+            rest = self.planners[layer].point(self.planners[layer].search.rest)
+            why = account.why_not(layer, rest.row)
+            if why is None:
+                account.take(layer, rest.row)
+                start[layer] = rest
+                open_layers.add(layer)
+            elif self._must_mend(layer):
+                raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
+        return start, open_layers
+
+    def _must_mend(self, layer: int) -> bool:
+        """Whether the live row of a layer cannot stay at all."""
+        table = self.problem.current
+        return row_fault(table.physical_to_logical[layer], self.limits.without_copy_rules(), table.num_logical) is not None
+
+    def _front(self) -> list[Int32Array]:
+        """Maps of the whole table along the front that keep all limits."""
+        fronts = [planner.front(planner.point(planner.search.rest)) for planner in self.planners]
+        maps = []
+        for rows in joined_front(fronts):
+            account = MoveAccount(self.problem)
+            if all(account.take(layer, row) for layer, row in enumerate(rows)):
+                maps.append(rows)
+        return maps
