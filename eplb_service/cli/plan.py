@@ -12,7 +12,7 @@ from eplb_service.cli import values
 from eplb_service.cli.client import planner_client, the_deployment, tls_options
 from eplb_service.cli.front_picture import check_picture, draw_front
 from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
-from eplb_service.cli.output import bytes_text, console, imbalance_text, output_option, print_fact, print_json, print_table
+from eplb_service.cli.output import console, output_option, print_json
 from eplb_service.cli.plan_request import checked_together, flag, loads_of, problem_of
 from eplb_service.dispatch import Dispatch
 from eplb_service.policy.base import Effort
@@ -299,8 +299,8 @@ def _show(plan: OfflinePlan, facts: PlanFacts, options: dict[str, Any]) -> None:
 
 
 def _dry_run(output: str, **options: Any) -> None:
+    from eplb_service.cli import plan_page  # noqa: PLC0415
     from eplb_service.cli.output import to_plain  # noqa: PLC0415
-    from eplb_service.cli.plan_page import LEGEND  # noqa: PLC0415
     from eplb_service.pb.v1 import admin_pb2  # noqa: PLC0415
 
     with planner_client(options["planner"], timeout_s=options["timeout"], tls=options["tls"]) as client:
@@ -309,16 +309,4 @@ def _dry_run(output: str, **options: Any) -> None:
     if output == "json":
         print_json(to_plain(reply))
         return
-    view = reply.proposal
-    rows = [
-        (label, imbalance_text(value.mean_over_layers, value.worst_layer))
-        for label, value in (("now", view.before), ("planned", view.predicted), ("lower bound", view.lower_bound))
-    ]
-    print_table(f"{name}: dry run of policy {view.policy}, nothing is published", ("", "imbalance"), rows)
-    screen = console()
-    volume = bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node)
-    screen.print(f"would move {view.moves.experts} experts, {volume}")
-    print_fact("gate", f"{reply.verdict.reason} [{reply.verdict.code}]", width=4)
-    if reply.verdict.move:
-        print_fact("", f"`eplb rebalance -d {name}` would carry it out", width=4)
-    screen.print(f"solved in {reply.solve_s:.3f} s; {LEGEND}", style="dim")
+    plan_page.show_dry_run(name, reply)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -236,3 +237,44 @@ def show_sweep(choices: Sequence[tuple[OfflinePlan, PlanFacts]]) -> None:
     columns = ("slots per rank", "redundant experts", "memory a rank", "bound", "planned", "moves", "target")
     print_table("What redundancy buys", columns, rows, right=columns[:-1])
     console().print(LEGEND, style="dim")
+
+
+def show_dry_run(deployment: str, reply: Any) -> None:
+    """What a planner would do now, and what its gate says. Reply: a PlanResponse."""
+    view = reply.proposal
+    rows = [
+        (label, both(value.mean_over_layers, value.worst_layer))
+        for label, value in (("now", view.before), ("planned", view.predicted), ("lower bound", view.lower_bound))
+    ]
+    cut = ", cut off by the time limit" if reply.cut_off else ""
+    print_table(f"{deployment}: dry run of policy {view.policy}{cut}, nothing is published", ("", "imbalance"), rows)
+    screen = console()
+    volume = bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node)
+    least = f", bound >= {reply.moves_lower_bound:,}" if reply.HasField("moves_lower_bound") else ""
+    screen.print(f"would move {view.moves.experts:,} experts{least}, {volume}")
+    print_fact("gate", f"{reply.verdict.reason} [{reply.verdict.code}]", width=4)
+    if reply.cannot_roll_out:
+        print_fact("", f"it cannot be carried out: {reply.cannot_roll_out}", width=4)
+    elif reply.verdict.move:
+        print_fact("", f"`eplb rebalance -d {deployment}` would carry it out", width=4)
+    if len(reply.front) > 1:
+        _show_live_front(reply.front)
+    screen.print(f"solved in {reply.solve_s:.3f} s; {LEGEND}", style="dim")
+
+
+def _show_live_front(front: Sequence[Any]) -> None:
+    """The points that the gate could choose from."""
+    several = len({point.model for point in front}) > 1
+    rows = []
+    for point in front:
+        marks = [mark for mark, holds in (("the gate's choice", point.is_choice), ("the policy's plan", point.is_own)) if holds]
+        volume = bytes_text(point.moves.bytes.same_node + point.moves.bytes.cross_node)
+        row = (
+            f"{point.moves.experts:,}",
+            volume,
+            f"{point.predicted.mean_over_layers:.4f}",
+            f"{point.predicted.worst_layer:.4f}",
+        )
+        rows.append([*([point.model] if several else []), *row, ", ".join(marks)])
+    columns = [*(["model"] if several else []), "moves", "bytes", "mean over layers", "worst layer", ""]
+    print_table("Pareto front: less imbalance only for more moves", columns, rows, right=columns[several:-1])

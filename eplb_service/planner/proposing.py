@@ -54,7 +54,7 @@ class Decision:
 
     choice: the point that the gate speaks of (the policy's own plan where it looked at none); own: the policy's own plan.
     live_digest: of the live map that it starts from. made_at_s: when its window was taken, on the planner's monotonic clock.
-    num_points: points to choose from. loads: that it was made for, shape (L, E) for each table.
+    num_points: points to choose from; points: them, of each table. loads: that it was made for, shape (L, E) for each table.
     cost, horizon: what the gate priced it with; None = not known.
     cannot_roll_out: why the choice cannot be carried out (a layer that staging does not hold, …); empty when it can.
     """
@@ -70,6 +70,7 @@ class Decision:
     live_digest: int
     made_at_s: float
     num_points: int
+    points: tuple[tuple[FrontPoint, ...], ...] = ()
     loads: tuple[npt.NDArray[np.float64], ...] = ()
     cost: CostModel | None = None
     horizon: Horizon | None = None
@@ -290,6 +291,7 @@ class Proposer:
             live_digest=live.digest,
             made_at_s=now_s,
             num_points=max(len(table.points) for table in evidence),
+            points=tuple(table.points for table in evidence),
             loads=tuple(problem.total_loads for problem, _ in planned),
             cost=cost,
             horizon=horizon,

@@ -8,7 +8,7 @@ from typing import Any
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc
 from eplb_service.planner.documents import RequestRecord
 from eplb_service.planner.planner import Planner
-from eplb_service.rpc.views import proposal_view, settings_view, status_view, verdict_view
+from eplb_service.rpc.views import plan_view, settings_view, status_view, verdict_view
 
 Context = Any
 
@@ -27,9 +27,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Plan(self, request: admin_pb2.PlanRequest, context: Context) -> admin_pb2.PlanResponse:
         """A plan from the present windows; nothing is published."""
         decision, verdict = await self._planner.steering(request.deployment).dry_run(request.policy)
-        return admin_pb2.PlanResponse(
-            proposal=proposal_view(request.deployment, decision), verdict=verdict_view(verdict), solve_s=decision.solve_s
-        )
+        return plan_view(request.deployment, decision, verdict)
 
     async def Rebalance(self, request: admin_pb2.RebalanceRequest, context: Context) -> admin_pb2.RebalanceResponse:
         """Plan, publish and roll out now."""

@@ -154,6 +154,30 @@ def proposal_view(deployment: str, decision: Decision) -> placement_pb2.Generati
     )
 
 
+def plan_view(deployment: str, decision: Decision, verdict: VerdictRecord) -> admin_pb2.PlanResponse:
+    """A dry run: what the gate would do, and all that it could choose from."""
+    choices = zip(decision.points, decision.target.tables, decision.own.target.tables, strict=True) if decision.points else ()
+    return admin_pb2.PlanResponse(
+        proposal=proposal_view(deployment, decision),
+        verdict=verdict_view(verdict),
+        solve_s=decision.solve_s,
+        front=[
+            admin_pb2.FrontPointView(
+                model=point.placement.model,
+                predicted=common_pb2.Imbalance(mean_over_layers=point.predicted.mean, worst_layer=point.predicted.worst),
+                moves=moves_view(point.moves),
+                is_choice=point.placement == chosen,
+                is_own=point.placement == own,
+            )
+            for points, chosen, own in choices
+            for point in points
+        ],
+        moves_lower_bound=decision.moves_lower_bound,
+        cut_off=decision.cut_off,
+        cannot_roll_out=decision.cannot_roll_out,
+    )
+
+
 def diff_view(before: Placement, after: Placement, moves: MoveSummary) -> placement_pb2.DiffPlacementsResponse:
     """Every slot that gets another expert, or another share of its expert's tokens."""
     changes = []

@@ -190,15 +190,37 @@ class PlanRequest(_message.Message):
     policy: str
     def __init__(self, deployment: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
 
+class FrontPointView(_message.Message):
+    __slots__ = ("model", "predicted", "moves", "is_choice", "is_own")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOICE_FIELD_NUMBER: _ClassVar[int]
+    IS_OWN_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    predicted: _common_pb2.Imbalance
+    moves: _common_pb2.MoveSummary
+    is_choice: bool
+    is_own: bool
+    def __init__(self, model: _Optional[str] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., is_choice: bool = ..., is_own: bool = ...) -> None: ...
+
 class PlanResponse(_message.Message):
-    __slots__ = ("proposal", "verdict", "solve_s")
+    __slots__ = ("proposal", "verdict", "solve_s", "front", "moves_lower_bound", "cut_off", "cannot_roll_out")
     PROPOSAL_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
     SOLVE_S_FIELD_NUMBER: _ClassVar[int]
+    FRONT_FIELD_NUMBER: _ClassVar[int]
+    MOVES_LOWER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    CUT_OFF_FIELD_NUMBER: _ClassVar[int]
+    CANNOT_ROLL_OUT_FIELD_NUMBER: _ClassVar[int]
     proposal: _placement_pb2.GenerationView
     verdict: VerdictView
     solve_s: float
-    def __init__(self, proposal: _Optional[_Union[_placement_pb2.GenerationView, _Mapping]] = ..., verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., solve_s: _Optional[float] = ...) -> None: ...
+    front: _containers.RepeatedCompositeFieldContainer[FrontPointView]
+    moves_lower_bound: int
+    cut_off: bool
+    cannot_roll_out: str
+    def __init__(self, proposal: _Optional[_Union[_placement_pb2.GenerationView, _Mapping]] = ..., verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., solve_s: _Optional[float] = ..., front: _Optional[_Iterable[_Union[FrontPointView, _Mapping]]] = ..., moves_lower_bound: _Optional[int] = ..., cut_off: bool = ..., cannot_roll_out: _Optional[str] = ...) -> None: ...
 
 class RebalanceRequest(_message.Message):
     __slots__ = ("deployment", "idempotency_key", "force", "policy")
