@@ -15,6 +15,7 @@ from eplb_service.policy.kernels import (
     Int64Array,
     Rules,
     busiest,
+    descending,
     loads_of_bins,
     open_rules,
     pack_in_order,
@@ -203,7 +204,7 @@ def improve(
     An exchange swaps two copies, or moves one into free room; the larger of the two loads must fall below the busiest's.
     """
     share = share_of_bins(bins, load)
-    order = np.argsort(-share, kind="mergesort")
+    order = descending(share)
     rules = open_rules(room.size, load.size, distinct)
     note_bins(rules, bins)
     return improve_in_order(bins, order, share, loads_of_bins(bins, load), room, capacity, rules, steps_max, 0.0)
@@ -230,7 +231,7 @@ def pack_and_improve(
     if num_placed < copies.sum():  # copies that found no place leave their load to the others
         load = share * copies
         share = share_of_bins(bins, load)
-        order = np.argsort(-share, kind="mergesort")
+        order = descending(share)
         rank_load = base + loads_of_bins(bins, load)
     improve_in_order(bins, order, share, rank_load, room, capacity, rules, steps_max, goal)
     top = busiest(rank_load, capacity)
@@ -276,7 +277,7 @@ def vary_copies(
                 chosen_copies[gives] -= 1
                 share = load / chosen_copies
                 other, other_height = pack_and_improve(
-                    np.argsort(-share, kind="mergesort"),
+                    descending(share),
                     chosen_copies,
                     share,
                     room,

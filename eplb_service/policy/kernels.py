@@ -59,6 +59,12 @@ def is_hotter(share: Float64Array, first: int, second: int) -> bool:
 
 
 @compiled
+def descending(values: Float64Array) -> Int64Array:
+    """Indices by descending value, ties by index."""
+    return np.argsort(-values, kind="mergesort")
+
+
+@compiled
 def settle_ties(order: Int64Array, share: Float64Array) -> None:
     """Put experts that are nearly in order, whatever the order of equals, into order. In place."""
     for index in range(1, order.size):
@@ -114,7 +120,7 @@ def allot_copies(load: Float64Array, num_slots: int, copies_max: int) -> Int64Ar
     This minimises the load of the hottest copy (an exchange argument). Stops early when every expert has copies_max.
     """
     copies = np.ones(load.size, np.int64)
-    allot_in_order(load, np.argsort(-load, kind="mergesort"), copies, np.full(load.size, copies_max), num_slots)
+    allot_in_order(load, descending(load), copies, np.full(load.size, copies_max), num_slots)
     return copies
 
 
@@ -128,7 +134,7 @@ def hottest_first(order: Int64Array, copies: Int64Array, share: Float64Array) ->
     for expert in range(copies.size):
         num_replicated += copies[expert] > 1
     if num_replicated > REPLICATED_FEW:
-        return np.argsort(-share, kind="mergesort")
+        return descending(share)
     replicated = np.empty(num_replicated, np.int64)
     size = 0
     for expert in range(copies.size):
@@ -247,6 +253,15 @@ def only_domain(held: BoolArray, domain_of: Int64Array, expert: int) -> int:
 
 
 @compiled
+def note_heights(
+    height: Float64Array, fill: Int64Array, rank_load: Float64Array, room: Int64Array, per_token: Float64Array
+) -> None:
+    """Height of each rank with room; infinite without."""
+    for rank in range(room.size):
+        height[rank] = rank_load[rank] * per_token[rank] if fill[rank] < room[rank] else np.inf
+
+
+@compiled
 def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
     bins: Int32Array,
     rank_load: Float64Array,
@@ -267,7 +282,8 @@ def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
     fill = np.zeros(num_ranks, np.int64)
     num_placed = 0
     per_token = 1.0 / capacity
-    height = np.where(room > 0, rank_load * per_token, np.inf)  # of ranks with room
+    height = np.empty(num_ranks)
+    note_heights(height, fill, rank_load, room, per_token)
     for expert in order:
         for copy in range(copies[expert]):
             full_domain = -1
@@ -286,7 +302,8 @@ def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
                 bins[chosen, fill[chosen]] = expert
                 fill[chosen] += 1
                 rank_load[chosen] += share[expert]
-                height[chosen] = rank_load[chosen] * per_token[chosen] if fill[chosen] < room[chosen] else np.inf
+                full = fill[chosen] == room[chosen]
+                height[chosen] = np.inf if full else rank_load[chosen] * per_token[chosen]
             else:
                 chosen, left, free = make_way(bins, fill, rank_load, share, room, capacity, rules.closed, expert)
                 if chosen < 0:
@@ -294,7 +311,7 @@ def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
                 rules.held[chosen, left], rules.held[free, left] = False, True
                 if rules.distinct:
                     rules.closed[chosen, left], rules.closed[free, left] = False, True
-                height = np.where(fill < room, rank_load * per_token, np.inf)
+                note_heights(height, fill, rank_load, room, per_token)
             num_placed += 1
             rules.held[chosen, expert] = True
             if rules.distinct:
@@ -318,7 +335,7 @@ def pack(
     """
     bins = np.empty((room.size, width), np.int32)
     share = load / copies
-    order = np.argsort(-share, kind="mergesort")
+    order = descending(share)
     rules = open_rules(room.size, load.size, distinct)
     pack_in_order(bins, np.zeros(room.size), order, copies, share, room, capacity, rules)
     return bins
