@@ -31,6 +31,7 @@ from demo.serving import Serving
 from demo.traffic import Traffic
 from eplb_service.cli.client import planner_client
 from eplb_service.cli.generations import state_text
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import ConflictError, EnvironmentFault
 from eplb_service.failpoints import VARIABLE
 from eplb_service.ids import DeploymentId, RankId
@@ -97,7 +98,13 @@ class WholeFleet:
     """Ranks from the start; planner and agent process once `start_service` is called."""
 
     def __init__(
-        self, *, rank_ids: Sequence[int], in_flight: int, window_steps: int = 16, hook_options: Mapping[str, Any]
+        self,
+        *,
+        rank_ids: Sequence[int],
+        in_flight: int,
+        window_steps: int = 16,
+        hook_options: Mapping[str, Any],
+        dispatch: Dispatch = Dispatch.EVEN,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="eplb-whole-"))
         self._stack = ExitStack()
@@ -119,6 +126,7 @@ class WholeFleet:
         self._loaded_rows: list[tuple[int, ...]] = []
         self._rank_ids, self._window_steps, self._hook_options = rank_ids, window_steps, hook_options
         self._in_flight = in_flight
+        self._dispatch = dispatch
 
     def __enter__(self) -> Self:
         compile_kernels()
@@ -171,6 +179,7 @@ class WholeFleet:
             hook_sockets=(str(self.folder / "agent.sock"),) * len(ids),
             window_steps=self._window_steps,
             staging_bytes=1 << 20,
+            dispatch=self._dispatch,
             hook_options=self._hook_options,
             rank_environments={HELD_POSITION: {VARIABLE: f"hook.staging.begin=hold:{self.staging.file}"}},
             log_to_files=True,
