@@ -31,9 +31,10 @@ def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
     """The plan as a page."""
     proposal, problem, table = plan.proposal, plan.problem, plan.proposal.placement
     nodes = f" of {problem.topology.num_nodes} nodes" if problem.topology.num_nodes > 1 else ""
+    status = proposal.status.replace("_", " ")
     title = (
         f"{table.num_layers} layers x {table.num_logical} experts in {table.num_physical} slots on {table.num_ranks} ranks"
-        f"{nodes}, policy {proposal.policy} ({proposal.status}{', cut off by the time limit' if proposal.cut_off else ''})"
+        f"{nodes}, policy {proposal.policy} ({status}{', cut off by the time limit' if proposal.cut_off else ''})"
     )
     rows = [
         ("before", both(proposal.before.mean, proposal.before.worst)),
