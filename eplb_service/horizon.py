@@ -23,6 +23,11 @@ from eplb_service.topology import Topology
 
 Float64Array = npt.NDArray[np.float64]
 
+SHARE_MAX = 1.5
+
+OLDER = 0.6
+"""Weight of a plan against the one made after it: a first plan, from a poor placement, must not drown what later ones teach."""
+
 LAGS_MIN = 2
 """Fewer windows after a plan say nothing of how fast it goes stale."""
 
@@ -119,11 +124,17 @@ def measure_horizon(
     series = [(plan, gains) for plan, gains in series if gains]
     if not series or not windows:
         return None
-    shares = []
+    weights = [OLDER**age for age in reversed(range(len(series)))]
+    shares: list[float] = []
     for lag in range(1, max(max(gains) for _, gains in series) + 1):
-        known = [(plan.promised, gains[lag]) for plan, gains in series if lag in gains]
-        if known:
-            shares.append(sum(gain for _, gain in known) / sum(promised for promised, _ in known))
+        known = [
+            (weight, min(SHARE_MAX, max(-SHARE_MAX, gains[lag] / plan.promised)))
+            for weight, (plan, gains) in zip(weights, series, strict=True)
+            if lag in gains
+        ]
+        if sum(weight for weight, _ in known) < sum(weights) / 2:
+            break  # only older plans reach as far
+        shares.append(sum(weight * share for weight, share in known) / sum(weight for weight, _ in known))
     if len(shares) < LAGS_MIN:
         return None
     steps_each = sum(window.steps for window in windows) / len(windows)

@@ -288,7 +288,8 @@ class Deployment:
         )
         self.context.metrics.solved(self.name, policy, decision.solve_s)
         self.learning.horizon = decision.horizon
-        self.learning.planned(decision.verdict, live.placement, decision.target)
+        moves = decision.verdict.move and self.ledger.settings.mode == "auto"
+        self.learning.planned(decision.verdict, live.placement, decision.target, moves=moves)
         self.decision = decision
         return decision
 

@@ -144,12 +144,15 @@ class Learning:
         elif isinstance(message, control.Flipped):
             self.costs.stalls.add(message.chunk_id, message.stall_s)
 
-    def planned(self, verdict: Verdict, before: Placement, after: Placement) -> None:
-        """A plan whose gain stood clear of noise is followed, whatever the gate said: how soon does it go stale?"""
+    def planned(self, verdict: Verdict, before: Placement, after: Placement, *, moves: bool) -> None:
+        """A plan whose gain stood clear of noise is followed, whatever the gate said: how soon does it go stale?
+
+        moves: it is carried out; then it is followed however near to the last one it is.
+        """
         if verdict.code not in CLEARED_NOISE or verdict.gain <= 0 or not self.history:
             return
         index = self.history[-1].index
-        if self.plans and index - self.plans[-1].index < PLANS_APART:
+        if self.plans and not moves and index - self.plans[-1].index < PLANS_APART:
             return
         self.plans.append(PastPlan(index=index, before=before.tables, after=after.tables, promised=verdict.gain))
 

@@ -44,11 +44,11 @@ def plan(loads: Float64Array, current: Table) -> Proposal:
 
 
 def with_front(proposal: Proposal, current: Table, loads: Float64Array) -> Proposal:
-    """The plan and what is between it and keeping: only the layer that gains most, only the two, the plan."""
+    """The plan and what is between it and keeping: only the layer that gains most, the plan."""
     now, then = np.array(proposal.before.per_layer), np.array(proposal.predicted.per_layer)
     rows = current.physical_to_logical.copy()
     points = []
-    for layer in np.argsort(then - now, kind="stable").tolist()[:2]:
+    for layer in np.argsort(then - now, kind="stable").tolist()[:1]:
         rows[layer] = proposal.placement.physical_to_logical[layer]
         table = Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, rows)
         points.append(
