@@ -16,7 +16,7 @@ from eplb_service.static_dispatch import static_shares
 GOLDEN = (600.0, 560.0, 120.0, 120.0, 20.0, 10.0, 10.0, 10.0)
 GOLDEN_OPTIMUM = 196 + 2 / 3
 REPEAT = 5
-NODES, GROUPS = 4, 8
+NODES, GROUPS, GROUP_PRICE = 4, 8, 2.0
 
 
 def full_plan(peers: Peers, seed: int) -> Measured:
@@ -62,20 +62,20 @@ def imbalance_under_tables(problem: PlanningProblem, proposal: Proposal) -> floa
 
 
 def soft_groups(peers: Peers, seed: int) -> Measured:
-    """Groups that prefer a node: how many replicas leave it for balance."""
-    constraints = Constraints(num_groups=GROUPS, group_price=1.0)
+    """Groups that prefer a node, from a plan in which they are on one: how many replicas leave it for balance."""
+    strict = problem_of(standard_load(seed), num_nodes=NODES, constraints=Constraints(num_groups=GROUPS))
+    start, _ = proposal_of("greedy", strict)
     problem = problem_of(
         standard_load(seed),
         num_nodes=NODES,
-        constraints=constraints,
+        constraints=Constraints(num_groups=GROUPS, group_price=GROUP_PRICE),
+        current=start.placement,
         max_imbalance=1.01,
         effort=Effort.NORMAL,
-        from_nothing=True,
     )
     proposal, cpu_s = proposal_of("minmove", problem)
     away = float(off_node_replicas(proposal.placement.physical_to_logical, problem).mean())
     over = layers_over(proposal, 1.01)
-    strict = problem_of(standard_load(seed), num_nodes=NODES, constraints=Constraints(num_groups=GROUPS))
     missed = f", {over} LAYERS OVER" if over else ""
     return Measured(
         ours=f"{away:.2f} a layer, worst layer {proposal.predicted.worst:.4f}{missed}, {cpu_s:.1f} s",
