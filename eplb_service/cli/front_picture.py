@@ -62,7 +62,7 @@ def draw_front(path: Path, proposal: Proposal, *, max_imbalance: float | None) -
         axes.set_title(title, loc="left", fontsize=11, color=INK, pad=10)
         axes.set_xlabel("experts moved", color=INK)
         axes.set_ylabel("imbalance (max / mean rank load)", color=INK)
-        axes.legend(frameon=False, labelcolor=INK)
+        axes.legend(frameon=False, labelcolor=INK, loc="upper right")
         _save(figure, path)
         plt.close(figure)
 
@@ -76,9 +76,8 @@ def _mark_plan(axes: Any, proposal: Proposal) -> None:
     axes.annotate(
         f"the plan: {at:,} moves, worst layer {height:.4f}",
         (at, height),
-        textcoords="offset points",
-        xytext=(-10, 26),
-        ha="right" if at > max(point.moves.experts for point in proposal.front) / 2 else "left",
+        textcoords="axes fraction",
+        xytext=(0.03, 0.06),  # below the front, which falls from the upper left
         color=PLAN,
         fontsize=10,
         arrowprops={"arrowstyle": "-", "color": PLAN, "linewidth": 1, "shrinkB": 7},

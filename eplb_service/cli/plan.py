@@ -35,7 +35,7 @@ GOAL = ("max_imbalance", "max_moves", "max_moves_per_rank", "max_moves_per_layer
 SEARCH = ("policy", "effort", "work_budget", "time_limit", "seed", "certify")
 IN_FILE = (*FLEET, *CONSTRAINTS, *GOAL, *SEARCH)
 GROUPS = {
-    "From": ("load", "source_load", "current", "from_nothing", "grow", "to", "fleet"),
+    "From": ("load", "source_load", "current", "from_nothing", "resize", "to", "fleet"),
     "Fleet": FLEET,
     "Constraints": CONSTRAINTS,
     "Goal and limits": GOAL,
@@ -60,7 +60,11 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     "--current", type=FILE, metavar="FILE", help="Placement to start from: a plan, a placement file or .npy [layers, slots]."
 )
 @click.option("--from-nothing", is_flag=True, help="No weights are in place yet: moves cost nothing.")
-@click.option("--grow", is_flag=True, help="--current has fewer ranks or slots than the plan; the new ones start empty.")
+@click.option(
+    "--resize",
+    is_flag=True,
+    help="--current is of a fleet of another size: ranks in both keep what they hold, new ones are empty.",
+)
 @click.option("--to", type=FILE, metavar="FILE", help="Go to this placement (policy static), within the limits.")
 @click.option(
     "--fleet",

@@ -15,9 +15,10 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.ids import RankId
 from eplb_service.offline.load_file import Float64Array, read_array, read_json, read_loads, read_source_loads
 from eplb_service.offline.placement_file import Expectation, read_placement
-from eplb_service.offline.plan import fleet_topology, grown_table, starting_table
+from eplb_service.offline.plan import fleet_topology, starting_table
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, Effort, PlanningProblem
+from eplb_service.policy.survivors import onto_ranks
 from eplb_service.topology import Topology
 
 MOVE_LIMITS = ("max_moves", "max_moves_per_rank", "max_moves_per_layer", "max_layers", "max_move_bytes")
@@ -31,7 +32,7 @@ def flag(name: str) -> str:
 
 CONTRARY = (
     ("from_nothing", "current"),
-    ("from_nothing", "grow"),
+    ("from_nothing", "resize"),
     ("effort", "work_budget"),
     ("sweep_slots", "slots_per_rank"),
     ("sweep_slots", "out"),
@@ -43,7 +44,7 @@ CONTRARY = (
 )
 """Pairs of options of which one makes the other senseless."""
 
-NEEDED = (("soft_groups", "groups"), ("grow", "current"), ("max_move_bytes", "expert_bytes"))
+NEEDED = (("soft_groups", "groups"), ("resize", "current"), ("max_move_bytes", "expert_bytes"))
 """Options that say nothing without another one."""
 
 
@@ -128,7 +129,7 @@ def problem_of(
     expected = Expectation(model="model", num_layers=num_layers, num_logical=num_logical, rank_ids=topology.rank_ids)
     given: Path | None = options["current"]
     shape = {"num_layers": num_layers, "num_logical": num_logical, "topology": topology, "slots_per_rank": slots_per_rank}
-    before = None if given is None else _current(given, expected, slots_per_rank, grow=options["grow"])
+    before = None if given is None else _current(given, expected, topology, slots_per_rank, resize=options["resize"])
     current = starting_table(**shape, current=before)
     wanted = None if options["to"] is None else _wanted(options["to"], expected, current)
     return PlanningProblem(
@@ -151,12 +152,12 @@ def problem_of(
     )
 
 
-def _current(path: Path, expected: Expectation, slots_per_rank: int, *, grow: bool) -> Table:
-    """The placement in a file; with `grow`, one of fewer ranks or slots, to which empty ones are added."""
-    if not grow:
+def _current(path: Path, expected: Expectation, topology: Topology, slots_per_rank: int, *, resize: bool) -> Table:
+    """The placement in a file; with `resize`, one of other ranks or slots, as it lies on these."""
+    if not resize:
         return read_placement(path, expected)
     table = read_placement(path, replace(expected, rank_ids=_ranks_in(path, expected, slots_per_rank)))
-    return grown_table(table, rank_ids=expected.rank_ids, slots_per_rank=slots_per_rank)
+    return onto_ranks(table, topology, slots_per_rank=slots_per_rank)
 
 
 def _ranks_in(path: Path, expected: Expectation, slots_per_rank: int) -> tuple[RankId, ...]:

@@ -11,11 +11,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
-from eplb_service.placement import EMPTY_SLOT, Table
+from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Policy, Proposal
 from eplb_service.policy.limits import limits_of
 from eplb_service.policy.registry import load_policy, policy_names
@@ -105,29 +103,6 @@ def starting_table(
             f" on {topology.num_ranks}"
         )
     return current
-
-
-def grown_table(table: Table, *, rank_ids: Sequence[RankId], slots_per_rank: int) -> Table:
-    """The same placement on more ranks, with more slots on each: what is new is empty.
-
-    Raises InvalidInputError when a rank or slot that holds experts would go: declare ranks dead, slots out of use.
-    """
-    if slots_per_rank < table.slots_per_rank:
-        raise InvalidInputError(
-            f"the current placement has {table.slots_per_rank} slots a rank and the plan {slots_per_rank}: a placement only"
-            f" grows; declare slots out of use"
-        )
-    missing = [int(rank) for rank in table.rank_ids if rank not in rank_ids]
-    if missing:
-        raise InvalidInputError(
-            f"the current placement has rank {missing[0]}, which the plan lacks ({len(missing)} such): a placement only grows;"
-            f" declare ranks dead"
-        )
-    grown = np.full((table.num_layers, len(rank_ids), slots_per_rank), EMPTY_SLOT, np.int32)
-    positions = [list(rank_ids).index(rank) for rank in table.rank_ids]
-    grown[:, positions, : table.slots_per_rank] = table.by_rank()
-    rows = grown.reshape(table.num_layers, -1)
-    return Table(table.model, table.layer_ids, table.num_logical, tuple(rank_ids), rows)
 
 
 def plan_offline(problem: PlanningProblem, *, policy: str | None = None, moves_against: str = "current") -> OfflinePlan:

@@ -203,7 +203,7 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
     ("words", "said"),
     [
         (("--soft-groups", "1"), "--soft-groups needs --groups"),
-        (("--grow",), "--grow needs --current"),
+        (("--resize",), "--resize needs --current"),
         (("--max-move-bytes", "1GiB"), "--max-move-bytes needs --expert-bytes"),
         (("--from-nothing", "--current", "a.json"), "--from-nothing and --current contradict one another"),
         (("--from-nothing", "--max-moves", "3"), "--from-nothing and --max-moves contradict one another"),
@@ -286,22 +286,24 @@ def test_plan_from_nothing_counts_what_is_loaded_instead_of_moves(loads: Path, c
     assert "moves  " not in page
 
 
-def test_current_placement_of_a_smaller_fleet_is_grown_only_when_asked(
+def test_current_placement_of_another_fleet_is_carried_over_only_when_asked(
     loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = tmp_path / "small.json"
+    small, large = tmp_path / "small.json", tmp_path / "large.json"
     plan(capsys, loads, "--out", str(small))
+    held = json.loads(small.read_text())["physical_to_logical"]
     said = refusal(capsys, "--load", str(loads), "--ranks", "6", "--slots-per-rank", "5", "--current", str(small))
     assert "has rank_ids [0, 1, 2, 3], expected [0, 1, 2, 3, 4, 5]" in said
-    grown = plan(capsys, loads, "--current", str(small), "--grow", "--max-moves", "0", "--output", "json", ranks=6)
-    held = json.loads(small.read_text())["physical_to_logical"]
+    words = ("--resize", "--max-moves", "0", "--output", "json")
+    grown = plan(capsys, loads, "--current", str(small), *words, "--out", str(large), ranks=6)
     assert [row[:20] for row in grown["physical_to_logical"]] == held
     assert all(slot == -1 for row in grown["physical_to_logical"] for slot in row[20:])
     np.save(tmp_path / "small.npy", np.array(held))
-    again = plan(
-        capsys, loads, "--current", str(tmp_path / "small.npy"), "--grow", "--max-moves", "0", "--output", "json", ranks=6
-    )
-    assert again["physical_to_logical"] == grown["physical_to_logical"]
+    assert plan(capsys, loads, "--current", str(tmp_path / "small.npy"), *words, ranks=6)["asked"] == grown["asked"]
+    back = plan(capsys, loads, "--current", str(large), *words, ranks=4)
+    assert back["physical_to_logical"] == held
+    orphans = plan(capsys, loads, "--current", str(small), "--resize", "--output", "json", ranks=3, slots=6)
+    assert all(set(row) == set(range(16)) for row in orphans["physical_to_logical"])
 
 
 def test_every_option_of_the_help_is_in_a_group() -> None:

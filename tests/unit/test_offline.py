@@ -13,7 +13,7 @@ from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedEr
 from eplb_service.ids import RankId
 from eplb_service.offline.facts import facts_of, why_it_stopped
 from eplb_service.offline.placement_file import Expectation, read_placement
-from eplb_service.offline.plan import OfflinePlan, default_policy, fleet_topology, grown_table, plan_offline, starting_table
+from eplb_service.offline.plan import OfflinePlan, default_policy, fleet_topology, plan_offline, starting_table
 from eplb_service.offline.plan_document import plan_document
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, RawPlan, Resilience
@@ -137,16 +137,6 @@ def test_policy_that_is_used_when_none_is_named() -> None:
     assert default_policy(problem) in ("minmove", "greedy")
     assert default_policy(problem_for(from_nothing=True)) == "greedy"
     assert default_policy(problem_for(wanted=problem.current)) == "static"
-
-
-def test_grown_placement_keeps_every_expert_where_it_is_and_new_slots_are_empty() -> None:
-    small = Table.linear(model="m", layer_ids=(0, 1), num_logical=4, rank_ids=(0, 1), slots_per_rank=2)
-    grown = grown_table(small, rank_ids=tuple(RankId(rank) for rank in (2, 0, 1)), slots_per_rank=3)
-    assert grown.by_rank()[0].tolist() == [[-1, -1, -1], [0, 1, -1], [2, 3, -1]]
-    with pytest.raises(InvalidInputError, match="3 slots a rank and the plan 2"):
-        grown_table(grown, rank_ids=grown.rank_ids, slots_per_rank=2)
-    with pytest.raises(InvalidInputError, match="has rank 2, which the plan lacks"):
-        grown_table(grown, rank_ids=small.rank_ids, slots_per_rank=3)
 
 
 def test_target_limits_and_what_stopped_are_told() -> None:
