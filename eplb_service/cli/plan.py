@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from eplb_service.offline.facts import PlanFacts
     from eplb_service.offline.plan import OfflinePlan
 
-TIME_LIMIT_S = 60.0
+TIME_LIMIT_S = 120.0
 FILE = click.Path(path_type=Path, dir_okay=True)
 TABLE = Path("-")
 COUNT = click.IntRange(min=0)

@@ -10,6 +10,7 @@ import numpy as np
 
 from eplb_service.cli.output import bytes_text, console, print_fact, print_table
 from eplb_service.cli.plan_request import flag
+from eplb_service.dispatch import Dispatch
 from eplb_service.moves import residencies
 from eplb_service.offline.facts import PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
@@ -83,7 +84,7 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
                 _off_node(facts, problem.constraints.group_price or 0.0),
             )
         )
-    if facts.hops is not None:
+    if facts.hops is not None and problem.dispatch in (Dispatch.NEAREST, Dispatch.WEIGHTED):  # else nothing changes it
         before, after = facts.hops
         shown.append(("tokens", f"{after.cross_node_share:.1%} cross nodes, before {before.cross_node_share:.1%}"))
     if plan.unprotected is not None and problem.constraints.resilience is not None:

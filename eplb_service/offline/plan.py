@@ -21,7 +21,6 @@ from eplb_service.policy.verify import verify
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.topology import Topology
 
-TIME_LIMIT_S = 60.0
 PREFERRED_POLICIES = ("minmove", "greedy")
 
 
