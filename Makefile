@@ -11,7 +11,7 @@ DEMO ?=
 PYTEST ?=
 BENCH ?=
 
-.PHONY: help setup demo test lint types imports unit proto check-proto bench-planner clean
+.PHONY: help setup demo test lint types imports unit proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -52,6 +52,9 @@ check-proto: $(STAMP)  ## fail when the committed protocol code is stale
 
 bench-planner: $(STAMP)  ## the planning engine's figures, beside peers where BENCH gives them (about 5 minutes)
 	@$(BIN)/python -m benchmarks.planner $(BENCH)
+
+planning-page: $(STAMP)  ## run the commands of docs/planning.md again and put in what they print, pictures too
+	@$(BIN)/python -m benchmarks.planning_page
 
 clean:  ## remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
