@@ -37,6 +37,9 @@ PLANS_APART = 4
 
 HELD_KEPT = 8
 
+HISTORY_BYTES_MAX = 64 << 20
+"""Most memory of the windows that past plans are followed on: where tokens come from is large on large groups."""
+
 STORE_EVERY = 16
 """Windows between two writes of what was learned."""
 
@@ -109,12 +112,23 @@ class Learning:
                 step_s=window.step_time_mean_s,
             )
         )
+        self._bound_history()
         self._learn_step(window, loads, imbalance, live, group, copying=copying)
         self._windows_until_stored -= 1
         if self._windows_until_stored <= 0:
             self._windows_until_stored = STORE_EVERY
             return True
         return False
+
+    def _bound_history(self) -> None:
+        """The oldest go until what is kept fits; the last two stay."""
+        sizes = [sum(array.nbytes for array in (*one.loads, *one.sources) if array is not None) for one in self.history]
+        total = sum(sizes)
+        for size in sizes[:-2]:
+            if total <= HISTORY_BYTES_MAX:
+                return
+            self.history.popleft()
+            total -= size
 
     def _learn_step(
         self,

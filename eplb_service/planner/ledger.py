@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError
+from eplb_service.errors import ConflictError, EplbError, InvalidInputError, NotFoundError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.generation_codec import (
     decode_generation,
@@ -93,8 +93,7 @@ class Ledger:
         if documents.REQUESTS in found:
             self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
         if documents.PREVIOUS in found:
-            number, placement, loads = documents.decode_previous(found[documents.PREVIOUS].value)
-            self.previous = Previous(GenerationNumber(number), decode_placement(placement), loads)
+            self.previous = _previous(found[documents.PREVIOUS].value)
         self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
         for _, document in listed:
             self.keep(decode_generation(document.value))
@@ -203,6 +202,15 @@ class Ledger:
     def rollout_puts(self, document: RolloutDocument) -> dict[str, bytes]:
         """To store which rollout was begun, or how it ended."""
         return {documents.ROLLOUT: documents.encode(document)}
+
+
+def _previous(data: bytes) -> Previous | None:
+    """What the document says; None when it is damaged: that costs a comparison, and must not cost the lead."""
+    try:
+        number, placement, loads = documents.decode_previous(data)
+        return Previous(GenerationNumber(number), decode_placement(placement), loads)
+    except EplbError:
+        return None
 
 
 def _number(name: str) -> int:

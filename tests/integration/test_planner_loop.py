@@ -648,6 +648,36 @@ def test_generation_is_judged_against_what_the_placement_before_would_have_shown
     run(scenario())
 
 
+def test_planner_that_restarts_goes_on_judging_what_its_predecessor_saw() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        settings = {"validation__windows": "3", "gate__min_generation_age_s": "3600"}
+        async with planner(store, **settings) as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            for _ in range(2):
+                fleet.report(fleet.skewed())
+
+            async def seen_twice() -> bool:
+                request = placement_pb2.GetPlacementRequest(deployment="chat", generation=1)
+                return len((await fleet.placement.GetPlacement(request, timeout=5)).observed_windows) == 2
+
+            await until_true(seen_twice, "two windows under the generation")
+        more = settings | {"store__owner": "another"}
+        async with planner(store, **more) as (_, address), Fleet(address) as again:
+            for rank, before in zip(again.ranks, fleet.ranks, strict=True):
+                rank.rows, rank.generations = dict(before.rows), dict(before.generations)
+            again.window_index = fleet.window_index
+            await reach(again, "ready")
+            again.report(again.skewed())
+            view = await judged(again, 1)
+            assert view.outcome == "kept"
+            assert [window.window_index for window in view.observed_windows] == [1, 2, 3]
+
+    run(scenario())
+
+
 def test_generation_that_is_worse_than_what_was_before_is_rolled_back_by_itself() -> None:
     """Its own load went away at once, and under the new one the old placement would have been better."""
 
