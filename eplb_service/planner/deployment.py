@@ -185,13 +185,20 @@ class Deployment:
             return
         try:
             enough = self.learning.window_closed(
-                last.window, last.imbalance, live, group, dispatch_of(group), copying=self.outcomes.rollout_since_s is not None
+                last.window, last.imbalance, live, group, dispatch_of(group), copying=self._is_copying()
             )
         except EplbError as error:  # windows of other tables than those live now: the next ones will do
             self._log.debug("window.not_learned", reason=str(error))
             return
         if enough:
             self.store_learned()
+
+    def _is_copying(self) -> bool | None:
+        """Whether weights are copied aside just now; None while a rollout is under way and waits, votes or flips."""
+        progress = self.carrier.progress
+        if self.outcomes.rollout_since_s is None or progress is None:
+            return False
+        return True if progress.state is RolloutState.STAGING else None
 
     def store_learned(self) -> None:
         """Write what was learned behind."""
@@ -268,8 +275,11 @@ class Deployment:
             return f"{self.name} is {state}" + (f": {reason}" if reason else "")
         return ""
 
-    async def decide(self, policy: str) -> Decision:
-        """A decision from the last windows. Call with `planning` held. Raises ConflictError when there is none to make."""
+    async def decide(self, policy: str, *, dry: bool = False) -> Decision:
+        """A decision from the last windows. Call with `planning` held. dry: nothing will follow from it.
+
+        Raises ConflictError when there is none to make.
+        """
         group, live = self.carrier.group, self.carrier.rollout.live if self.carrier.rollout is not None else None
         window = self.load.windows.combine(self.context.config.planning.windows)
         if group is None or live is None:
@@ -288,7 +298,7 @@ class Deployment:
         )
         self.context.metrics.solved(self.name, policy, decision.solve_s)
         self.learning.horizon = decision.horizon
-        moves = decision.verdict.move and self.ledger.settings.mode == "auto"
+        moves = decision.verdict.move and not dry and self.ledger.settings.mode == "auto"
         self.learning.planned(decision.verdict, live.placement, decision.target, moves=moves)
         self.decision = decision
         return decision

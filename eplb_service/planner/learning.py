@@ -92,9 +92,20 @@ class Learning:
         self.plans.clear()
 
     def window_closed(
-        self, window: CombinedWindow, imbalance: Imbalance, live: LiveMap, group: Group, dispatch: Dispatch, *, copying: bool
+        self,
+        window: CombinedWindow,
+        imbalance: Imbalance,
+        live: LiveMap,
+        group: Group,
+        dispatch: Dispatch,
+        *,
+        copying: bool | None,
     ) -> bool:
-        """One more window; imbalance: under the live map. Returns whether it is time to store what was learned."""
+        """One more window; imbalance: under the live map. Returns whether it is time to store what was learned.
+
+        copying: weights are copied at its end; None: a rollout is under way and copies nothing just now, so that its steps are
+        neither free of a rollout nor a measure of copying.
+        """
         counted = [loads_of(window, table) for table in live.placement.tables]
         index = window.windows[-1][1]
         if self.history and self.history[-1].index >= index:
@@ -138,9 +149,14 @@ class Learning:
         live: LiveMap,
         group: Group,
         *,
-        copying: bool,
+        copying: bool | None,
     ) -> None:
-        if window.step_time_mean_s <= 0 or window.steps <= 0 or (window.live_digest != live.digest and not copying):
+        if (
+            copying is None
+            or window.step_time_mean_s <= 0
+            or window.steps <= 0
+            or (window.live_digest != live.digest and not copying)
+        ):
             return
         mean = np.concatenate([load.sum(axis=1) for load in loads]) / len(group.topology.alive_positions()) / window.steps
         busiest = float((np.array(imbalance.per_layer) * mean).sum())

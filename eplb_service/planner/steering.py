@@ -176,7 +176,7 @@ class Steering:
         policy = policy or deployment.ledger.settings.policy
         _check_policy(policy)
         async with deployment.planning:
-            decision = await deployment.decide(policy)
+            decision = await deployment.decide(policy, dry=True)
         return decision, self._verdict(decision)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────

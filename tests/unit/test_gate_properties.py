@@ -10,10 +10,14 @@ import pytest
 
 from eplb_service.costs import CostModel, price
 from eplb_service.dispatch import Dispatch, imbalance_of
-from eplb_service.gate import CLEARED_NOISE, GateConfig, decide
+from eplb_service.gate import CLEARED_NOISE, GateConfig, GateInputs, TableEvidence, decide
 from eplb_service.horizon import Horizon, PastPlan, WindowSum, measure_horizon
 from eplb_service.noise import fresh_imbalance, rank_moments
 from eplb_service.placement import Table
+from eplb_service.policy.base import PlanningProblem, Proposal
+from eplb_service.policy.greedy import GreedyPolicy
+from eplb_service.policy.verify import verify
+from eplb_service.topology import Topology
 from tests.unit.gate_trials import LINEAR, TOPOLOGY, Float64Array, asked, draw, plan, popularity
 
 FREE = CostModel(seconds_per_step=1.0, horizon_steps=1e9, bytes_per_s=1e12, commit_stall_s=0.0)
@@ -33,6 +37,30 @@ def test_of_1000_resamples_of_the_load_that_was_planned_for_at_most_one_per_cent
         for _ in range(10):
             moved += decide(EAGER, asked(draw(random, shares, tokens), planned, cost=FREE)).move
     assert moved <= 0.01 * 250
+
+
+def test_of_the_standard_work_resampled_no_expert_is_moved() -> None:
+    """58 layers of 256 experts, 32 ranks of 9 slots: the plan for W, then windows of 2 million tokens a layer drawn from W."""
+    topology = Topology.regular(num_ranks=32, num_nodes=4)
+    start = Table.linear(model="m", layer_ids=range(58), num_logical=256, rank_ids=topology.rank_ids, slots_per_rank=9)
+    work = np.exp(np.random.default_rng(0).normal(0, 1, (58, 256))) * 1000
+    shares, random, sizes = work / work.sum(axis=1, keepdims=True), np.random.default_rng(1), (44_000_000,) * 58
+
+    def proposed(loads: Float64Array, current: Table) -> Proposal:
+        problem = PlanningProblem(loads=loads, topology=topology, current=current, expert_bytes=sizes)
+        return verify(problem, GreedyPolicy().plan(problem), policy="greedy", solve_s=0.0)
+
+    planned = proposed(work[None], start).placement
+    for _ in range(2):
+        loads = random.multinomial(500_000, shares, size=(4, 58)).astype(np.float64)
+        proposal = proposed(loads, planned)
+        assert proposal.moves.experts > 10_000  # what greedy would do for noise
+        table = TableEvidence(loads=loads, current=planned, proposal=proposal, expert_bytes=sizes)
+        inputs = GateInputs(
+            tables=(table,), topology=topology, dispatch=Dispatch.EVEN, coverage=1.0, generation_age_s=None, cost=FREE
+        )
+        assert not decide(GateConfig(), inputs).move
+        assert not decide(EAGER, inputs).move
 
 
 def true_imbalance(shares: Float64Array, tokens: int, table: Table) -> float:

@@ -1,0 +1,44 @@
+"""What the commands show of what the gate learned, and of a generation after its commit."""
+
+from __future__ import annotations
+
+from eplb_service.cli.generations import _after_commit
+from eplb_service.cli.status import _facts
+from eplb_service.pb.v1 import admin_pb2, placement_pb2
+
+
+def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
+    view = admin_pb2.DeploymentStatus(deployment="chat")
+    labels = [label for label, _, _ in _facts(view)]
+    assert not {"step cost", "move cost", "horizon", "promises", "HELD"} & set(labels)
+    view.learned.CopyFrom(
+        admin_pb2.LearnedView(
+            step_time="2 us of step time for a token more",
+            moves="12 GB/s within a node",
+            horizon="a gain is worth 900 steps",
+            promises="80% of what a plan promises is believed",
+            hold="generation 3 was rolled back: worse by step time",
+        )
+    )
+    shown = {label: (text, style) for label, text, style in _facts(view)}
+    assert shown["step cost"] == ("2 us of step time for a token more", "")
+    assert shown["move cost"] == ("12 GB/s within a node", "")
+    assert shown["horizon"][0] == "a gain is worth 900 steps"
+    assert shown["promises"][0].startswith("80%")
+    assert shown["HELD"][0].startswith("generation 3 was rolled back: worse by step time; nothing is moved under the load")
+
+
+def test_generation_shows_its_promise_every_window_and_the_judgement() -> None:
+    view = placement_pb2.GenerationView(generation=3)
+    assert _after_commit(view) == [("promised gain", ""), ("judged", "")]
+    view.promised_gain = 0.25
+    view.judgement = "kept: promised a gain of 0.2500, brought 0.2400"
+    view.observed_windows.add(window_index=7, mean=1.05, previous_mean=1.29)
+    view.observed_windows.add(
+        window_index=8, mean=1.05, previous_mean=1.29, step_s=0.011, expected_step_s=0.011, previous_step_s=0.0125
+    )
+    facts = dict(_after_commit(view))
+    assert facts["promised gain"] == "0.2500"
+    assert facts["  window 7"] == "0.2400 (1.2900 -> 1.0500)"
+    assert facts["  window 8"] == "0.2400 (1.2900 -> 1.0500); steps 11 ms, 12.5 ms expected without it"
+    assert facts["judged"].startswith("kept")
