@@ -22,6 +22,7 @@ from eplb_service.pb.v1 import admin_pb2, agent_pb2, placement_pb2
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
+from eplb_service.policy.warm_up import warm_up_policy
 from eplb_service.rpc import agent_service, convert
 from eplb_service.store.base import Document, Leadership, Write
 from eplb_service.store.memory import MemoryStore
@@ -43,6 +44,12 @@ QUICK = {
     "rollout.backoff_s": "0.05",
     "log.level": "error",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def warm_policies() -> None:
+    """Compiled before any planner runs: `InlineSolver` plans on the planner's own loop, which must not stand still for seconds."""
+    warm_up_policy(load_policy("greedy"), "greedy")
 
 
 class InlineSolver:
