@@ -20,15 +20,18 @@ from eplb_service.policy.anneal_changes import (
     OVERLOAD,
     PRICE,
     RANDOM,
+    ROUTE_PRICE,
     TEMPERATURE,
     WEIGHT,
     Scratch,
     measure,
     measure_overload,
+    pour_again,
     try_change,
     try_swap,
 )
-from eplb_service.policy.anneal_state import EVEN, Float64Array, Int32Array, Layer, State, height_of_work, reckon
+from eplb_service.policy.anneal_routes import EVEN_WITH_HOPS, WEIGHTED
+from eplb_service.policy.anneal_state import Float64Array, Int32Array, Layer, State, height_of_work, reckon
 from eplb_service.policy.compiled import compiled_nogil, inlined, unowned
 
 BLOCK = 64
@@ -45,6 +48,9 @@ GAIN_MIN = 1e-9
 
 LOWERED_BY = 1e-4
 """How far below the best height the limit goes, in fair heights, when the least height is looked for."""
+
+POURS = 64
+"""256ths of the steps that pour an expert anew over its copies, under weighted dispatch."""
 
 SCALE = 1 << 10
 PATIENCE = np.array([round(-math.log((index + 0.5) / SCALE), 9) for index in range(SCALE)])
@@ -251,13 +257,34 @@ def note(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, recor
         record.rows[moves] = state.expert_at
     if not within or height > scratch.level[LIMIT] + NO_OVERLOAD:
         return
-    value = height if schedule.lower else scratch.level[PRICE]
+    value = height if schedule.lower else scratch.level[PRICE] + scratch.level[ROUTE_PRICE]
     if value < record.value[0] - GAIN_MIN:
         record.value[0] = value
         record.best[:] = state.expert_at
     if schedule.lower:
         scratch.level[LIMIT] = record.value[0] - LOWERED_BY
         measure_overload(layer, state, scratch)
+
+
+@inlined
+def propose(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, slot: int, kind: int) -> int:
+    """A change that starts from a slot; `kind` (8 bits) says which. Returns the number of slots that change, 0 = none."""
+    if kind < schedule.swap + schedule.back:
+        other = other_slot(layer, state, scratch, slot, kind < schedule.back)
+        return propose_exchange(layer, state, scratch, slot, other) if other >= 0 else 0
+    old = state.expert_at[slot]
+    if old >= 0 and state.copies[old] <= layer.copies_min[old]:
+        return 0
+    if kind < schedule.swap + schedule.back + schedule.replace:
+        return propose_replacement(layer, state, scratch, slot)
+    return propose_shift(layer, state, scratch, slot)
+
+
+@inlined
+def single_copies(state: State, scratch: Scratch) -> bool:
+    """Whether the two slots of a change hold experts with one copy: what their ranks serve is the same under any dispatch."""
+    first, second = scratch.experts[0], scratch.experts[1]
+    return bool((first < 0 or state.copies[first] == 1) and (second < 0 or state.copies[second] == 1))
 
 
 @compiled_nogil
@@ -283,23 +310,17 @@ def anneal(
         slack = scratch.level[TEMPERATURE] * PATIENCE[bits >> 16 & (SCALE - 1)]
         kind = bits >> 26 & 255
         slot = first_slot(layer, state, scratch, schedule, bits)
+        if layer.dispatch == WEIGHTED and bits >> 34 & 255 < POURS:
+            if state.expert_at[slot] >= 0 and state.copies[state.expert_at[slot]] > 1:
+                pour_again(layer, state, scratch, state.expert_at[slot])
+                note(layer, state, scratch, schedule, record)
+            continue
         if layer.frozen[slot]:
             continue
-        exchange = kind < schedule.swap + schedule.back
-        if exchange:
-            other = other_slot(layer, state, scratch, slot, kind < schedule.back)
-            count = propose_exchange(layer, state, scratch, slot, other) if other >= 0 else 0
-        else:
-            old = state.expert_at[slot]
-            if old >= 0 and state.copies[old] <= layer.copies_min[old]:
-                continue
-            if kind < schedule.swap + schedule.back + schedule.replace:
-                count = propose_replacement(layer, state, scratch, slot)
-            else:
-                count = propose_shift(layer, state, scratch, slot)
+        count = propose(layer, state, scratch, schedule, slot, kind)
         if count == 0:
             continue
-        if exchange and layer.dispatch == EVEN:
+        if kind < schedule.swap + schedule.back and (layer.dispatch <= EVEN_WITH_HOPS or single_copies(state, scratch)):
             done = try_swap(layer, state, scratch, slack)
         else:
             done = try_change(layer, state, scratch, count, slack)

@@ -1,7 +1,7 @@
 """Trying a change of one layer's slots in annealing: what it would do to price and overload, done when the energy allows it.
 
-Energy: price of the residencies (times the price weight, 0 or 1), plus `weight` for each fair height of overload (height above
-the limit, summed over ranks). What exceeds the highest price or the move limits is not tried.
+Energy: price of the residencies (times the price weight, 0 or 1) and of routes, plus `weight` for each fair height of overload
+(height above the limit, summed over ranks). What exceeds the highest price or the move limits is not tried.
 """
 # compiled functions take positions only
 
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eplb_service.policy.anneal_routes import EVEN, WEIGHTED, hop_change, saved_parts
 from eplb_service.policy.anneal_state import (
     Float64Array,
     Int32Array,
@@ -28,7 +29,7 @@ from eplb_service.policy.compiled import compiled_nogil, inlined
 CHANGES_MAX = 3
 """Most slots that one change refills."""
 
-PRICE, OVERLOAD, WEIGHT, LIMIT, TEMPERATURE, PRICE_WEIGHT, PRICE_MAX = range(7)
+PRICE, OVERLOAD, WEIGHT, LIMIT, TEMPERATURE, PRICE_WEIGHT, PRICE_MAX, ROUTE_PRICE = range(8)
 """Positions in `Scratch.level`."""
 
 RANDOM, MARK, MOVES, MOVES_MAX, NUM_HOT = range(5)
@@ -38,12 +39,13 @@ RANDOM, MARK, MOVES, MOVES_MAX, NUM_HOT = range(5)
 class Scratch(NamedTuple):
     """Where a search stands, beside the state of the slots.
 
-    level: price and overload of the state, weight of overload, limit, temperature, weight of price (0 or 1), highest price;
+    level: price and overload of the state, weight of overload, limit, temperature, weight of price (0 or 1), highest price,
+    price of routes;
     float64, by the positions above. counter: random number (its bits), current mark, moves of the state, most moves allowed,
     number of hot ranks; int64, by the positions above.
     slots, experts: the change to try, shape (CHANGES_MAX,). intake, intake_max: new residencies of a rank, and the most, (R,).
     hot: ranks above the limit, shape (R,). first_slot: first slot of each rank, shape (R + 1,).
-    marks, touched, saved, names: room for `try_change`.
+    marks, touched, saved, names, route_prices, part_slots, parts: room for `try_change`.
     """
 
     level: Float64Array
@@ -58,6 +60,9 @@ class Scratch(NamedTuple):
     touched: Int32Array
     saved: Float64Array
     names: Int32Array
+    route_prices: Float64Array
+    part_slots: Int32Array
+    parts: Float64Array
 
 
 @compiled_nogil
@@ -72,7 +77,7 @@ def new_scratch(layer: Layer, moves_max: int, intake_max: Int64Array, seed: int)
     counter = np.zeros(5, np.int64)
     counter[RANDOM] = seed
     counter[MOVES_MAX] = moves_max
-    level = np.zeros(7)
+    level = np.zeros(8)
     level[PRICE_WEIGHT] = 1.0
     level[PRICE_MAX] = np.inf
     return Scratch(
@@ -88,6 +93,9 @@ def new_scratch(layer: Layer, moves_max: int, intake_max: Int64Array, seed: int)
         np.zeros(num_ranks, np.int32),
         np.zeros(num_ranks),
         np.zeros(2 * CHANGES_MAX, np.int32),
+        np.zeros(2 * CHANGES_MAX),
+        np.zeros(layer.rank_of.size, np.int32),
+        np.zeros(layer.rank_of.size),
     )
 
 
@@ -95,7 +103,7 @@ def new_scratch(layer: Layer, moves_max: int, intake_max: Int64Array, seed: int)
 def overload(layer: Layer, rank: int, work: float, limit: float) -> float:
     """Height above the limit of a rank with this much work, at least 0."""
     above = work * layer.inverse[rank] - limit
-    return max(0.0, above)
+    return float(max(0.0, above))
 
 
 @inlined
@@ -112,6 +120,7 @@ def measure(layer: Layer, state: State, scratch: Scratch) -> None:
             scratch.level[PRICE] += layer.price[rank, expert]
             scratch.counter[MOVES] += layer.fresh[rank, expert]
             scratch.intake[rank] += layer.fresh[rank, expert]
+    scratch.level[ROUTE_PRICE] = state.route_price.sum()
     measure_overload(layer, state, scratch)
 
 
@@ -172,7 +181,7 @@ def price_change(layer: Layer, state: State, scratch: Scratch, count: int) -> fl
 
 @inlined
 def try_swap(layer: Layer, state: State, scratch: Scratch, slack: float) -> bool:
-    """`try_change` where two slots exchange what they hold, under even split: the quick way."""
+    """`try_change` where two slots exchange what they hold and copies serve equal parts: the quick way."""
     slot, other = scratch.slots[0], scratch.slots[1]
     rank, other_rank = layer.rank_of[slot], layer.rank_of[other]
     first, second = state.expert_at[slot], state.expert_at[other]
@@ -186,6 +195,11 @@ def try_swap(layer: Layer, state: State, scratch: Scratch, slack: float) -> bool
     if price > 0.0 and scratch.level[PRICE] + price > scratch.level[PRICE_MAX]:
         return False
     limit, weight, cost = scratch.level[LIMIT], scratch.level[WEIGHT], price * scratch.level[PRICE_WEIGHT]
+    first_route, second_route = 0.0, 0.0
+    if layer.hop_price > 0.0:
+        first_route = layer.hop_price * hop_change(layer.node_of, layer.node_parts, first, rank, other_rank, first_part)
+        second_route = layer.hop_price * hop_change(layer.node_of, layer.node_parts, second, other_rank, rank, second_part)
+        cost += first_route + second_route
     before = overload(layer, rank, state.work[rank], limit) + overload(layer, other_rank, state.work[other_rank], limit)
     if cost - weight * before > slack:
         return False
@@ -206,9 +220,20 @@ def try_swap(layer: Layer, state: State, scratch: Scratch, slack: float) -> bool
     note_intake(layer, scratch, other, second, first)
     settle(layer, state, slot)
     settle(layer, state, other)
+    if layer.hop_price > 0.0:
+        note_routes(state, scratch, first, first_route)
+        note_routes(state, scratch, second, second_route)
     scratch.level[PRICE] += price
     scratch.level[OVERLOAD] += more
     return True
+
+
+@inlined
+def note_routes(state: State, scratch: Scratch, expert: int, more: float) -> None:
+    """Add to the price of an expert's routes."""
+    if expert >= 0:
+        state.route_price[expert] += more
+        scratch.level[ROUTE_PRICE] += more
 
 
 @inlined
@@ -279,7 +304,7 @@ def try_change(  # noqa: C901, PLR0912  # one decision in the order that finds o
     if not in_limits(layer, state, scratch, count):
         return False
     cost = price * scratch.level[PRICE_WEIGHT]
-    num_names = 0
+    num_names, num_parts = 0, 0
     for index in range(count):
         num_names = _name(scratch, num_names, state.expert_at[scratch.slots[index]])
         num_names = _name(scratch, num_names, scratch.experts[index])
@@ -288,13 +313,21 @@ def try_change(  # noqa: C901, PLR0912  # one decision in the order that finds o
     before = 0.0
     for index in range(num_touched):
         before += overload(layer, scratch.touched[index], scratch.saved[index], limit)
+    if layer.dispatch != EVEN:
+        for index in range(num_names):
+            cost -= state.route_price[scratch.names[index]]
     if cost - weight * before > slack:
         return False
+    if layer.dispatch == WEIGHTED:
+        num_parts = saved_parts(
+            state.copies, state.holders, state.part, scratch.names, num_names, scratch.part_slots, scratch.parts
+        )
     for index in range(num_names):
         serve(layer, state, scratch.names[index], -1.0)
     _refill(layer, state, scratch, count)
     for index in range(num_names):
-        serve(layer, state, scratch.names[index], 1.0)
+        scratch.route_prices[index] = serve(layer, state, scratch.names[index], 1.0)
+        cost += scratch.route_prices[index]
     after = 0.0
     for index in range(num_touched):
         after += overload(layer, scratch.touched[index], state.work[scratch.touched[index]], limit)
@@ -305,12 +338,37 @@ def try_change(  # noqa: C901, PLR0912  # one decision in the order that finds o
         _refill(layer, state, scratch, count)
         for index in range(num_touched):
             state.work[scratch.touched[index]] = scratch.saved[index]
+        for index in range(num_parts):
+            state.part[scratch.part_slots[index]] = scratch.parts[index]
         return False
     for index in range(count):
         slot = scratch.slots[index]
         note_intake(layer, scratch, slot, scratch.experts[index], state.expert_at[slot])
     for index in range(count):
         settle(layer, state, scratch.slots[index])
+    if layer.dispatch != EVEN:
+        for index in range(num_names):
+            expert = scratch.names[index]
+            note_routes(state, scratch, expert, scratch.route_prices[index] - state.route_price[expert])
     scratch.level[PRICE] += price
     scratch.level[OVERLOAD] += after - before
     return True
+
+
+@compiled_nogil
+def pour_again(layer: Layer, state: State, scratch: Scratch, expert: int) -> None:
+    """Split an expert anew over its copies under weighted dispatch, since others have changed: never adds overload."""
+    scratch.level[OVERLOAD] -= overload_of_holders(layer, state, scratch.level[LIMIT], expert)
+    serve(layer, state, expert, -1.0)
+    serve(layer, state, expert, 1.0)
+    scratch.level[OVERLOAD] += overload_of_holders(layer, state, scratch.level[LIMIT], expert)
+
+
+@inlined
+def overload_of_holders(layer: Layer, state: State, limit: float, expert: int) -> float:
+    """Overload of the ranks that hold an expert, each once."""
+    total = 0.0
+    for index in range(state.copies[expert]):
+        rank = layer.rank_of[state.holders[expert, index]]
+        total += overload(layer, rank, state.work[rank], limit) / state.count_on[rank, expert]
+    return total

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.policy.anneal_routes import EVEN, WEIGHTED, Routes, even_routes, serve_by_routes
 from eplb_service.policy.compiled import compiled_nogil, inlined
 from eplb_service.policy.layer_task import LayerTask
 
@@ -21,8 +22,8 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
-EVEN = 0
-"""Every copy of an expert serves the same share of it (even and hashed dispatch)."""
+FIRST_POURS = 8
+"""How often experts are poured anew over their copies before a search under weighted dispatch starts."""
 
 
 class Layer(NamedTuple):
@@ -33,7 +34,7 @@ class Layer(NamedTuple):
     shape (R, E), -1 = it does not, or that slot is frozen. fresh: 1 where a residency would be new, shape (R, E).
     price: cost of a residency, infinite where it is not allowed, shape (R, E). inverse: 1 / capacity, shape (R,).
     copies_min, copies_max: shape (E,). spread: shape (E,), 1 = on at least two domains. domain_of: shape (R,).
-    movable: slots that are not frozen. dispatch: EVEN.
+    movable: slots that are not frozen. dispatch and the rest: see `anneal_routes.Routes`.
     """
 
     load: Float64Array
@@ -51,6 +52,14 @@ class Layer(NamedTuple):
     domain_of: Int64Array
     movable: Int32Array
     dispatch: int
+    node_of: Int64Array
+    parts: Float64Array
+    node_parts: Float64Array
+    senders: Int64Array
+    hop_price: float
+    misplaced_price: float
+    node_copies: Float64Array
+    node_without: Float64Array
 
 
 class State(NamedTuple):
@@ -61,6 +70,8 @@ class State(NamedTuple):
     holder_index: position of a slot among its expert's holders, shape (N,). work: shape (R,), in fair heights.
     changed: slots that hold something else than their home, the first num_changed[0] count; changed_index: their position
     there, -1 = not changed, shape (N,).
+    part: fair heights that each slot serves under weighted dispatch, shape (N,).
+    route_price: price of each expert's routes (hops, misplacement), shape (E,).
     """
 
     expert_at: Int32Array
@@ -72,12 +83,14 @@ class State(NamedTuple):
     changed: Int32Array
     changed_index: Int32Array
     num_changed: Int64Array
+    part: Float64Array
+    route_price: Float64Array
 
 
-def layer_of(task: LayerTask, bins: Int32Array) -> tuple[Layer, Int32Array]:
+def layer_of(task: LayerTask, bins: Int32Array, routes: Routes | None = None) -> tuple[Layer, Int32Array]:
     """The constant arrays of a task and its slots, filled as `bins` says. Bins: shape (R, S), a legal start, slots aligned.
 
-    Returns the layer and the start, shape (N,).
+    routes: the layer's own; None = even split. Returns the layer and the start, shape (N,).
     """
     where = np.argwhere(task.usable)
     rank_of = where[:, 0].astype(np.int32)
@@ -89,7 +102,7 @@ def layer_of(task: LayerTask, bins: Int32Array) -> tuple[Layer, Int32Array]:
         held = np.flatnonzero((rank_of == rank) & (start == expert))
         frozen[held[:1]] = 1
     home_slot = np.full((num_ranks, num_logical), -1, np.int32)
-    fresh = np.ones((num_ranks, num_logical), np.uint8)
+    fresh = (task.price > 0).astype(np.uint8)
     for slot in range(rank_of.size - 1, -1, -1):
         if home[slot] >= 0:
             fresh[rank_of[slot], home[slot]] = 0
@@ -110,7 +123,7 @@ def layer_of(task: LayerTask, bins: Int32Array) -> tuple[Layer, Int32Array]:
         spread=task.spread.astype(np.uint8),
         domain_of=task.domain_of,
         movable=np.flatnonzero(frozen == 0).astype(np.int32),
-        dispatch=EVEN,
+        **(routes or even_routes())._asdict(),
     )
     return layer, start
 
@@ -136,6 +149,8 @@ def new_state(layer: Layer, start: Int32Array, width: int) -> State:
         np.full(num_slots, -1, np.int32),
         np.full(num_slots, -1, np.int32),
         np.zeros(1, np.int64),
+        np.zeros(num_slots),
+        np.zeros(num_logical),
     )
     refill(layer, state, start)
     return state
@@ -152,27 +167,69 @@ def refill(layer: Layer, state: State, start: Int32Array) -> None:
     for slot in range(start.size):
         put(layer, state, slot, start[slot])
         note_change(layer, state, slot)
+    if layer.dispatch == WEIGHTED:
+        start_parts(layer, state)
     reckon(layer, state)
 
 
 @inlined
 def reckon(layer: Layer, state: State) -> None:
-    """Rank work from nothing: ends what rounding has added up to."""
+    """Rank work and prices of routes from nothing: ends what rounding has added up to."""
     for rank in range(state.work.size):
         state.work[rank] = layer.base[rank]
     for expert in range(layer.load.size):
+        if layer.dispatch == WEIGHTED:
+            for index in range(state.copies[expert]):
+                slot = state.holders[expert, index]
+                state.work[layer.rank_of[slot]] += state.part[slot]
+        else:
+            state.route_price[expert] = serve(layer, state, expert, 1.0)
+
+
+@inlined
+def start_parts(layer: Layer, state: State) -> None:
+    """A first split of experts over their copies under weighted dispatch: even, then poured a few times."""
+    for slot in range(state.part.size):
+        expert = state.expert_at[slot]
+        state.part[slot] = 0.0 if expert < 0 else layer.load[expert] / state.copies[expert]
+    reckon(layer, state)
+    for turn in range(FIRST_POURS * layer.load.size):
+        expert = turn % layer.load.size
+        serve(layer, state, expert, -1.0)
         serve(layer, state, expert, 1.0)
 
 
 @inlined
-def serve(layer: Layer, state: State, expert: int, sign: float) -> None:
-    """Add (sign 1) or take away (sign -1) what the holders of an expert serve of it."""
+def serve(layer: Layer, state: State, expert: int, sign: float) -> float:
+    """Add (sign 1) or take away (sign -1) what the holders of an expert serve of it. Returns the price of its routes."""
     number = state.copies[expert]
     if number == 0:
-        return
-    part = sign * layer.load[expert] / number
-    for index in range(number):
-        state.work[layer.rank_of[state.holders[expert, index]]] += part
+        return 0.0
+    if layer.dispatch == EVEN:
+        part = sign * layer.load[expert] / number
+        for index in range(number):
+            state.work[layer.rank_of[state.holders[expert, index]]] += part
+        return 0.0
+    return serve_by_routes(
+        layer.dispatch,
+        layer.node_of,
+        layer.parts,
+        layer.node_parts,
+        layer.senders,
+        layer.hop_price,
+        layer.misplaced_price,
+        layer.node_copies,
+        layer.node_without,
+        layer.rank_of,
+        layer.inverse,
+        state.holders[expert, :number],
+        state.count_on,
+        state.work,
+        state.part,
+        expert,
+        layer.load[expert],
+        sign,
+    )
 
 
 @inlined
@@ -222,6 +279,7 @@ def exchange(layer: Layer, state: State, slot: int, other: int) -> None:
     rank, other_rank = layer.rank_of[slot], layer.rank_of[other]
     state.expert_at[slot] = second
     state.expert_at[other] = first
+    state.part[slot], state.part[other] = state.part[other], state.part[slot]
     if first >= 0:
         state.holders[first, first_index] = other
         state.holder_index[other] = first_index
@@ -257,7 +315,7 @@ def is_spread(layer: Layer, state: State, expert: int) -> bool:
     return False
 
 
-@inlined
+@compiled_nogil
 def price_of(layer: Layer, expert_at: Int32Array) -> float:
     """Price of all residencies."""
     total = 0.0
@@ -267,7 +325,7 @@ def price_of(layer: Layer, expert_at: Int32Array) -> float:
     return total
 
 
-@inlined
+@compiled_nogil
 def moves_of(layer: Layer, expert_at: Int32Array) -> int:
     """Residencies that are new."""
     total = 0
@@ -284,3 +342,10 @@ def height_of_work(layer: Layer, work: Float64Array) -> float:
     for rank in range(work.size):
         highest = max(highest, work[rank] * layer.inverse[rank])
     return highest
+
+
+@compiled_nogil
+def worth_of(layer: Layer, slots: Int32Array, width: int) -> tuple[float, int, float]:
+    """Height, moves and price of a row. Slots: shape (N,); width: as in `new_state`."""
+    state = new_state(layer, slots, width)
+    return height_of_work(layer, state.work), moves_of(layer, slots), price_of(layer, slots)
