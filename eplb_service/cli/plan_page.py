@@ -12,7 +12,7 @@ from eplb_service.cli.output import bytes_text, console, print_fact, print_table
 from eplb_service.cli.plan_request import flag
 from eplb_service.dispatch import Dispatch
 from eplb_service.moves import residencies
-from eplb_service.offline.facts import PlanFacts, why_it_stopped
+from eplb_service.offline.facts import LimitUse, PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import ConstraintCosts, PlanningProblem, Proposal
@@ -71,7 +71,7 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
         shown.append(("target", _target(problem, proposal, facts)))
     shown.append(("stopped", stop.reason))
     if facts.limits:
-        shown.append(("limits", "; ".join(_limit(limit.name, limit.used, limit.most, limit.where) for limit in facts.limits)))
+        shown.append(("limits", "; ".join(_limit(limit) for limit in facts.limits)))
     if facts.redundant_experts > 0:
         memory = (
             f"; {bytes_text(facts.redundant_bytes_per_rank)} a rank over all layers" if facts.redundant_bytes_per_rank else ""
@@ -143,9 +143,11 @@ def _target(problem: PlanningProblem, proposal: Proposal, facts: PlanFacts) -> s
     return f"{target}: NOT met in {len(over)} of {len(proposal.predicted.per_layer)} layers ({named}){beyond}"
 
 
-def _limit(name: str, used: int, most: int, where: str) -> str:
-    amounts = f"{bytes_text(used)} of {bytes_text(most)}" if name.endswith("bytes") else f"{used:,} of {most:,}"
-    return f"{flag(name)} {amounts}{f' ({where})' if where else ''}{', REACHED' if used >= most else ''}"
+def _limit(limit: LimitUse) -> str:
+    of_bytes = limit.name.endswith("bytes")
+    used, most = (bytes_text(value) if of_bytes else f"{value:,}" for value in (limit.used, limit.most))
+    where = f" ({limit.where})" if limit.where else ""
+    return f"{flag(limit.name)} {used} of {most}{where}{', REACHED' if limit.is_reached else ''}"
 
 
 def _resilience(plan: OfflinePlan) -> str:

@@ -22,17 +22,21 @@ TARGET_TOLERANCE = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitUse:
-    """How much of a limit a plan used. name: as in `Constraints`; where: the rank or layer that used most, "" for the whole."""
+    """How much of a limit a plan used.
+
+    name: as in `Constraints`; where: the rank or layer that used most, "" for the whole. step: the least that one more takes.
+    """
 
     name: str
     used: int
     most: int
     where: str = ""
+    step: int = 1
 
     @property
     def is_reached(self) -> bool:
-        """Nothing is left of it."""
-        return self.used >= self.most
+        """Not one more fits."""
+        return self.used + self.step > self.most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +132,7 @@ def why_it_stopped(problem: PlanningProblem, proposal: Proposal, facts: PlanFact
     if proposal.status == "optimal":
         return Stop(code="optimal", reason="proven optimal")
     if facts.reached:
-        names = ", ".join(f"--{limit.name.replace('_', '-')} {limit.most}" for limit in facts.reached)
+        names = ", ".join(f"--{limit.name.replace('_', '-')}" for limit in facts.reached)
         return Stop(code="limit", reason=f"limited by {names}")
     if facts.layers_over and facts.limits:
         return Stop(code="budget", reason="end of the search within the limits on moves")

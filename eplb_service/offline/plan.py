@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
@@ -38,10 +39,14 @@ class OfflinePlan:
 
 
 def default_policy(problem: PlanningProblem) -> str:
-    """The policy that is used when none is named: to a given placement, from nothing, or with few moves."""
+    """The policy that is used when none is named.
+
+    `static` to a given placement; `greedy` from nothing, where moves cost nothing, unless a search prices what it does not
+    (nearest dispatch, soft groups); else the fewest moves.
+    """
     if problem.wanted is not None:
         return "static"
-    if problem.from_nothing and problem.max_imbalance is None:
+    if problem.from_nothing and problem.dispatch is not Dispatch.NEAREST and problem.constraints.group_price is None:
         return "greedy"
     return next(name for name in PREFERRED_POLICIES if name in policy_names())
 

@@ -135,7 +135,8 @@ def test_experts_that_ranks_do_not_divide_are_planned_vllm_52435() -> None:
 def test_policy_that_is_used_when_none_is_named() -> None:
     problem = problem_for()
     assert default_policy(problem) in ("minmove", "greedy")
-    assert default_policy(problem_for(from_nothing=True)) == "greedy"
+    assert default_policy(problem_for(from_nothing=True, max_imbalance=1.1)) == "greedy"
+    assert default_policy(problem_for(from_nothing=True, dispatch=Dispatch.NEAREST)) == default_policy(problem)
     assert default_policy(problem_for(wanted=problem.current)) == "static"
 
 
@@ -149,7 +150,7 @@ def test_target_limits_and_what_stopped_are_told() -> None:
     assert facts.layers_over == (0, 1, 2, 3)
     assert [(limit.name, limit.used, limit.most) for limit in facts.reached] == [("max_moves", 0, 0)]
     stop = why_it_stopped(tight.problem, tight.proposal, facts)
-    assert (stop.code, stop.reason) == ("limit", "limited by --max-moves 0")
+    assert (stop.code, stop.reason) == ("limit", "limited by --max-moves")
 
 
 def test_limits_name_the_rank_and_the_layer_that_used_most() -> None:
@@ -162,6 +163,13 @@ def test_limits_name_the_rank_and_the_layer_that_used_most() -> None:
         "max_move_bytes": plan.proposal.moves.experts * 7,
     }
     assert [limit.name for limit in facts.reached] == (["max_layers"] if plan.proposal.moves.layers == 4 else [])
+
+
+def test_limit_of_bytes_is_reached_where_not_one_more_expert_fits() -> None:
+    plan = planned(constraints=Constraints(max_move_bytes=3 * 7 + 6), expert_bytes=7)
+    facts = facts_of(plan.problem, plan.proposal)
+    assert [limit.is_reached for limit in facts.limits] == [plan.proposal.moves.experts == 3]
+    assert plan.proposal.moves.experts <= 3
 
 
 def test_cost_of_resilience_is_against_the_same_plan_without_it() -> None:
