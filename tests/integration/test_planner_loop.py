@@ -48,7 +48,7 @@ QUICK = {
 
 @pytest.fixture(autouse=True, scope="module")
 def warm_policies() -> None:
-    """Compiled before any planner runs: `InlineSolver` plans on the planner's own loop, which must not stand still for seconds."""
+    """Compiled before any planner runs: `InlineSolver` plans on the planner's own loop, which must not stand still."""
     warm_up_policy(load_policy("greedy"), "greedy")
 
 
