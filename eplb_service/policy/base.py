@@ -100,7 +100,7 @@ class PlanningProblem:
 
     loads: shape (W, L, E), float64, tokens; finite, >= 0. W sub-windows in time order, at least 1.
     source_loads: shape (L, R, E), float64, tokens that each rank sent, over all sub-windows; None = every rank that serves sent
-    as many of each expert. Only nearest dispatch looks at it.
+    as many of each expert. Nearest dispatch goes by it; under others it prices hops.
     current: the placement that is live now (also fixes layers, ranks and slots).
     wanted: a placement to go to, for policies that are given one (`static`).
     from_nothing: current holds no weights worth keeping (a first, offline plan): move limits do not bind.
@@ -213,6 +213,7 @@ class RawPlan:
     moves_lower_bound: per layer, a proven lower bound on the moves of any placement within the problem's `max_imbalance`;
     empty = none claimed.
     front: other maps of shape (L, P), by ascending moves: points of the Pareto front, the plan's own map not among them.
+    front_shares: shares of the maps of `front`, in their order; empty = the engine's own dispatch.
     status: one word per layer or for all (`heuristic`, `optimal`, `feasible`, …).
     cut_off: the time limit stopped the search before its work budget.
     """
@@ -222,6 +223,7 @@ class RawPlan:
     lower_bound: tuple[float, ...] = ()
     moves_lower_bound: tuple[int, ...] = ()
     front: tuple[npt.NDArray[np.int32], ...] = ()
+    front_shares: tuple[npt.NDArray[np.float32], ...] = ()
     status: str = "heuristic"
     cut_off: bool = False
 

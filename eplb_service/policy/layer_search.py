@@ -10,19 +10,20 @@ import numpy as np
 
 from eplb_service.policy.anneal import BLOCK, GAIN_MIN, NO_OVERLOAD, Record, Schedule, anneal
 from eplb_service.policy.anneal_changes import LIMIT, PRICE_MAX, PRICE_WEIGHT, new_scratch
+from eplb_service.policy.anneal_routes import WEIGHTED, Routes
 from eplb_service.policy.anneal_state import (
     Float64Array,
     Int32Array,
     Int64Array,
     Layer,
     bins_of,
-    height_of_work,
     layer_of,
     moves_of,
     new_state,
-    price_of,
+    worth_of,
 )
 from eplb_service.policy.layer_task import LayerTask
+from eplb_service.policy.shares import weighted_height
 
 PIECE = 1024 * BLOCK
 """Steps between two looks at the clock."""
@@ -69,7 +70,7 @@ class Found:
 class LayerSearch:
     """Searches of one layer. Start: shape (R, S), a legal row, as near the live one as legality allows.
 
-    moves_max: most moves of the layer; intake_max: of each rank, shape (R,).
+    moves_max: most moves of the layer; intake_max: of each rank, shape (R,). routes: of its tokens; None = even split.
     rest: the start as found. heights, rows: the archive: least height with each number of moves, and its slots.
     cut_off: whether the time was over before the steps were.
     """
@@ -79,6 +80,7 @@ class LayerSearch:
     seed: int
     moves_max: int
     intake_max: Int64Array
+    routes: Routes | None = None
     rest: Found = field(init=False)
     layer: Layer = field(init=False)
     heights: Float64Array = field(init=False)
@@ -89,7 +91,7 @@ class LayerSearch:
 
     def __post_init__(self) -> None:
         """Arrays of the layer, and an archive that holds the start."""
-        self.layer, slots = layer_of(self.task, self.start)
+        self.layer, slots = layer_of(self.task, self.start, self.routes)
         copies = np.bincount(slots[slots >= 0], minlength=self.task.num_logical)
         spare = slots.size - self.task.num_logical + 1
         self._width = max(min(int(self.layer.copies_max.max()), spare, self.task.num_ranks), int(copies.max())) + 2
@@ -102,9 +104,11 @@ class LayerSearch:
             self.rows[self.rest.moves] = slots
 
     def found(self, slots: Int32Array) -> Found:
-        """What a row is worth. Slots: shape (N,)."""
-        height = float(height_of_work(self.layer, new_state(self.layer, slots, self._width).work))
-        return Found(slots.copy(), height, int(moves_of(self.layer, slots)), float(price_of(self.layer, slots)))
+        """What a row is worth, with the best shares under weighted dispatch. Slots: shape (N,)."""
+        height, moves, price = worth_of(self.layer, slots, self._width)
+        if self.layer.dispatch == WEIGHTED and self.task.fair > 0:
+            height = weighted_height(self.task, bins_of(self.task, slots)) / self.task.fair
+        return Found(slots.copy(), float(height), int(moves), float(price))
 
     def row(self, slots: Int32Array) -> Int32Array:
         """A row of all slots, shape (P,), -1 = empty."""

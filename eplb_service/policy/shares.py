@@ -8,6 +8,7 @@ to exactly 1 in any order, and the last bits of the solver's answer do not reach
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,6 +231,23 @@ def with_shares(problem: PlanningProblem, rows: npt.NDArray[np.integer]) -> Floa
     current = problem.current
     table = Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, np.asarray(rows, np.int32))
     return weighted_shares(table, problem.topology, problem.total_loads, problem.source_loads)
+
+
+def front_shares(problem: PlanningProblem, front: Sequence[npt.NDArray[np.integer]]) -> tuple[Float32Array, ...]:
+    """What a plan's `front_shares` must be: the best ones of each map of its front under weighted dispatch, else none.
+
+    Layers with a row that an earlier map has too are split once. Front: maps of shape (L, P). Raises what `best_split` raises.
+    """
+    known: dict[tuple[int, bytes], Float32Array] = {}
+    shares = []
+    for rows in front if problem.dispatch is Dispatch.WEIGHTED else ():
+        keys = [(layer, np.asarray(row, np.int32).tobytes()) for layer, row in enumerate(rows)]
+        if any(key not in known for key in keys):
+            new = with_shares(problem, rows)
+            if new is not None:
+                known.update(zip(keys, new, strict=True))
+        shares.append(np.stack([known[key] for key in keys]))
+    return tuple(shares)
 
 
 def weighted_height(task: LayerTask, held: npt.NDArray[np.integer]) -> float:

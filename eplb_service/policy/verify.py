@@ -38,7 +38,7 @@ def _checked_plan(raw: object, policy: str) -> RawPlan:
     cut_off: object = raw.cut_off
     if not isinstance(status, str) or not isinstance(cut_off, bool):
         raise _fail(policy, f"status {status!r} and cut_off {cut_off!r} instead of a word and a yes or no")
-    for name in ("lower_bound", "moves_lower_bound", "front"):
+    for name in ("lower_bound", "moves_lower_bound", "front", "front_shares"):
         given: object = getattr(raw, name)
         if not isinstance(given, tuple | list):
             raise _fail(policy, f"{name} is a {type(given).__name__} instead of a tuple")
@@ -177,7 +177,13 @@ def _front(raw: RawPlan, plan: FrontPoint, problem: PlanningProblem, limits: Lim
         return ()
     current = _current_point(problem, limits)
     fixed = [plan] if current is None or current.placement == plan.placement else [current, plan]
-    others = [_checked_point(_checked_map(given, problem, policy), None, problem, limits, policy)[0] for given in raw.front]
+    shares: tuple[object, ...] = tuple(raw.front_shares) or (None,) * len(raw.front)
+    if len(shares) != len(raw.front):
+        raise _fail(policy, f"{len(shares)} front_shares for a front of {len(raw.front)} maps")
+    others = [
+        _checked_point(_checked_map(given, problem, policy), split, problem, limits, policy)[0]
+        for given, split in zip(raw.front, shares, strict=True)
+    ]
     points = list(fixed)
     for point in sorted(others, key=_rank_of):
         if not any(_beats(known, point) for known in points):
