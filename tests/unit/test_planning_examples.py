@@ -8,7 +8,9 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["dispatch", "imbalance", "moves", "placement", "policy.bounds", "topology"])
+@pytest.mark.parametrize(
+    "name", ["dispatch", "imbalance", "moves", "placement", "policy.bounds", "topology", "costs", "noise", "validation"]
+)
 def test_worked_examples_are_true(name: str) -> None:
     module = importlib.import_module(f"eplb_service.{name}")
     result = doctest.testmod(module)
