@@ -38,10 +38,17 @@ def loads_of(window: CombinedWindow, table: Table) -> CombinedTable:
 def source_loads_of(counted: CombinedTable, window: CombinedWindow, group: Group, dispatch: Dispatch) -> Float64Array | None:
     """Tokens that each rank sent, shape (L, R, E), in column order of the group; a rank that did not report sent none.
 
-    None where that is of no use (only nearest dispatch asks where tokens come from) or not known: every rank counts all
-    tokens, or some windows are of ranks that are not of the group any more.
+    None where that is of no use (rank loads depend on it under nearest dispatch only) or not known: see `sources_for_plans`.
     """
-    if dispatch is not Dispatch.NEAREST or not window.sources:
+    return sources_for_plans(counted, window, group) if dispatch is Dispatch.NEAREST else None
+
+
+def sources_for_plans(counted: CombinedTable, window: CombinedWindow, group: Group) -> Float64Array | None:
+    """The same for policies, which also price hops by it. Shape (L, R, E).
+
+    None where it is not known: every rank counts all tokens, or some windows are of ranks that are not of the group any more.
+    """
+    if not window.sources:
         return None
     position = {rank: column for column, rank in enumerate(group.rank_ids)}
     if any(rank not in position for rank in window.sources):

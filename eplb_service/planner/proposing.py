@@ -23,12 +23,15 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
 from eplb_service.placement import Placement, Table
-from eplb_service.planner.loads import dispatch_of, loads_of, source_loads_of
+from eplb_service.planner.loads import dispatch_of, loads_of, sources_for_plans
 from eplb_service.policy.base import Effort, FrontPoint, PlanningProblem, Proposal
 from eplb_service.rollout.chunk_count import count_chunks
 from eplb_service.rollout.chunks import plan_chunks
 from eplb_service.topology import LinkKind
 from eplb_service.window.report import Alarm, CombinedWindow
+
+SOURCED = frozenset({Dispatch.NEAREST, Dispatch.WEIGHTED})
+"""Where a plan can do something about the way that tokens take: it is told where they come from."""
 
 
 class Solver(Protocol):
@@ -224,7 +227,7 @@ class Proposer:
         planning, counted = self.planning, loads_of(window, table)
         return PlanningProblem(
             loads=counted.loads,
-            source_loads=source_loads_of(counted, window, group, dispatch) if planning.sources else None,
+            source_loads=sources_for_plans(counted, window, group) if planning.sources and dispatch in SOURCED else None,
             topology=group.topology,
             current=table,
             dispatch=dispatch,

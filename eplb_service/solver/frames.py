@@ -24,7 +24,7 @@ FRAME_BYTES_MAX = 1 << 30
 def encode_reply(head: dict[str, Any], plan: RawPlan | None = None) -> bytes:
     """A reply of the worker: JSON head, then, when there is a plan, its arrays in `.npy` format one after another.
 
-    These are the map, the shares (where `has_shares`), and every map of the front.
+    These are the map, the shares (where `has_shares`), every map of the front, and the shares of those that have some.
     """
     body = io.BytesIO()
     if plan is not None:
@@ -35,6 +35,7 @@ def encode_reply(head: dict[str, Any], plan: RawPlan | None = None) -> bytes:
             "cut_off": plan.cut_off,
             "has_shares": plan.shares is not None,
             "num_front": len(plan.front),
+            "num_front_shares": len(plan.front_shares),
         }
         head = {**head, "plan": claims}
         _save(body, plan.physical_to_logical, np.int32)
@@ -42,6 +43,8 @@ def encode_reply(head: dict[str, Any], plan: RawPlan | None = None) -> bytes:
             _save(body, plan.shares, np.float32)
         for point in plan.front:
             _save(body, point, np.int32)
+        for shares in plan.front_shares:
+            _save(body, shares, np.float32)
     encoded = json.dumps(head).encode()
     payload = LENGTH.pack(len(encoded)) + encoded + body.getvalue()
     return LENGTH.pack(len(payload)) + payload
@@ -64,6 +67,7 @@ def decode_reply(payload: bytes) -> tuple[dict[str, Any], RawPlan | None]:
             physical_to_logical=np.load(body, allow_pickle=False),
             shares=np.load(body, allow_pickle=False) if claims["has_shares"] else None,
             front=tuple(np.load(body, allow_pickle=False) for _ in range(claims["num_front"])),
+            front_shares=tuple(np.load(body, allow_pickle=False) for _ in range(claims["num_front_shares"])),
             lower_bound=tuple(claims["lower_bound"]),
             moves_lower_bound=tuple(claims["moves_lower_bound"]),
             status=claims["status"],

@@ -26,6 +26,7 @@ def test_plan_with_shares_front_and_claims_arrives_as_it_was_sent() -> None:
         physical_to_logical=maps[0],
         shares=shares,
         front=(maps[1], maps[2]),
+        front_shares=((shares / 2).astype(np.float32), (shares / 4).astype(np.float32)),
         lower_bound=(1.0, 1.25),
         moves_lower_bound=(3, 0),
         status="optimal",
@@ -37,6 +38,7 @@ def test_plan_with_shares_front_and_claims_arrives_as_it_was_sent() -> None:
     assert found.shares is not None
     assert np.array_equal(found.shares, shares)
     assert [point.tolist() for point in found.front] == [maps[1].tolist(), maps[2].tolist()]
+    assert [point.tolist() for point in found.front_shares] == [(shares / 2).tolist(), (shares / 4).tolist()]
     claims = (found.lower_bound, found.moves_lower_bound, found.status, found.cut_off)
     assert claims == ((1.0, 1.25), (3, 0), "optimal", True)
 
