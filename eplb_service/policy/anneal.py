@@ -20,6 +20,7 @@ from eplb_service.policy.anneal_changes import (
     OVERLOAD,
     PRICE,
     RANDOM,
+    ROUTE_MAX,
     ROUTE_PRICE,
     TEMPERATURE,
     WEIGHT,
@@ -255,7 +256,7 @@ def note(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, recor
     if moves < record.heights.size and height < record.heights[moves] - GAIN_MIN:
         record.heights[moves] = height
         record.rows[moves] = state.expert_at
-    if not within or height > scratch.level[LIMIT] + NO_OVERLOAD:
+    if not within or height > scratch.level[LIMIT] + NO_OVERLOAD or scratch.level[ROUTE_PRICE] > scratch.level[ROUTE_MAX]:
         return
     value = height if schedule.lower else scratch.level[PRICE] + scratch.level[ROUTE_PRICE]
     if value < record.value[0] - GAIN_MIN:

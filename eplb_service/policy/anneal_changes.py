@@ -29,7 +29,7 @@ from eplb_service.policy.compiled import compiled_nogil, inlined
 CHANGES_MAX = 3
 """Most slots that one change refills."""
 
-PRICE, OVERLOAD, WEIGHT, LIMIT, TEMPERATURE, PRICE_WEIGHT, PRICE_MAX, ROUTE_PRICE = range(8)
+PRICE, OVERLOAD, WEIGHT, LIMIT, TEMPERATURE, PRICE_WEIGHT, PRICE_MAX, ROUTE_PRICE, ROUTE_MAX = range(9)
 """Positions in `Scratch.level`."""
 
 RANDOM, MARK, MOVES, MOVES_MAX, NUM_HOT = range(5)
@@ -40,7 +40,7 @@ class Scratch(NamedTuple):
     """Where a search stands, beside the state of the slots.
 
     level: price and overload of the state, weight of overload, limit, temperature, weight of price (0 or 1), highest price,
-    price of routes;
+    price of routes and the highest that is recorded;
     float64, by the positions above. counter: random number (its bits), current mark, moves of the state, most moves allowed,
     number of hot ranks; int64, by the positions above.
     slots, experts: the change to try, shape (CHANGES_MAX,). intake, intake_max: new residencies of a rank, and the most, (R,).
@@ -77,9 +77,10 @@ def new_scratch(layer: Layer, moves_max: int, intake_max: Int64Array, seed: int)
     counter = np.zeros(5, np.int64)
     counter[RANDOM] = seed
     counter[MOVES_MAX] = moves_max
-    level = np.zeros(8)
+    level = np.zeros(9)
     level[PRICE_WEIGHT] = 1.0
     level[PRICE_MAX] = np.inf
+    level[ROUTE_MAX] = np.inf
     return Scratch(
         level,
         counter,

@@ -30,7 +30,7 @@ HOP_PRICE = 1.0
 ROUNDING = 1e-12
 """Difference in heights (fair height 1) that is rounding."""
 
-MISPLACED_PRICE = 20.0
+MISPLACED_PRICE = 100.0
 """What it costs, in moves, that a fair height of tokens may go to another copy than equal parts say, where an engine routes by
 static tables (see `static_dispatch`): there are nearly always placements as good on which both agree."""
 

@@ -345,7 +345,7 @@ def height_of_work(layer: Layer, work: Float64Array) -> float:
 
 
 @compiled_nogil
-def worth_of(layer: Layer, slots: Int32Array, width: int) -> tuple[float, int, float]:
-    """Height, moves and price of a row. Slots: shape (N,); width: as in `new_state`."""
+def worth_of(layer: Layer, slots: Int32Array, width: int) -> tuple[float, int, float, float]:
+    """Height, moves, price of residencies and price of routes of a row. Slots: shape (N,); width: as in `new_state`."""
     state = new_state(layer, slots, width)
-    return height_of_work(layer, state.work), moves_of(layer, slots), price_of(layer, slots)
+    return height_of_work(layer, state.work), moves_of(layer, slots), price_of(layer, slots), state.route_price.sum()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eplb_service.policy.anneal import BLOCK, GAIN_MIN, NO_OVERLOAD, Record, Schedule, anneal
-from eplb_service.policy.anneal_changes import LIMIT, PRICE_MAX, PRICE_WEIGHT, new_scratch
+from eplb_service.policy.anneal_changes import LIMIT, PRICE_MAX, PRICE_WEIGHT, ROUTE_MAX, new_scratch
 from eplb_service.policy.anneal_routes import WEIGHTED, Routes
 from eplb_service.policy.anneal_state import (
     Float64Array,
@@ -30,6 +30,9 @@ PIECE = 1024 * BLOCK
 
 ARCHIVE_SLOTS = 1 << 21
 """Bound on the slots of all rows that one layer's archive keeps."""
+
+ROUTES_SLACK = 1e-6
+"""How much dearer routes may get for a lower height, in moves: rounding."""
 
 FEWEST = Schedule(
     temperature_first=0.1,
@@ -52,18 +55,48 @@ FEWEST = Schedule(
 LOWEST = FEWEST._replace(weight_first=100.0, weight_rise=round(math.log(10.0), 9), lower=True)
 """How the least height within a price is looked for."""
 
+GROUPED = FEWEST._replace(
+    temperature_first=0.05,
+    temperature_last=0.015,
+    weight_first=0.5,
+    weight_rise=round(math.log(20.0), 9),
+    ramp=0.3,
+    rise=0.001,
+    fall=0.001,
+    weight_min=1.0,
+)
+"""How groups' replicas off their nodes are looked for, in units of their price: few of them decide, so the weight moves slowly."""
+
+
+def schedule_for(task: LayerTask) -> Schedule:
+    """How the fewest moves of a layer are looked for: warmer and slower where some residencies are dear (soft groups)."""
+    dearest = float(np.where(task.allowed, task.price, 0.0).max()) - 1.0
+    if dearest <= 2.0:
+        return FEWEST
+    return GROUPED._replace(
+        temperature_first=GROUPED.temperature_first * dearest,
+        temperature_last=GROUPED.temperature_last * dearest,
+        weight_first=max(FEWEST.weight_first, GROUPED.weight_first * dearest),
+        weight_min=max(FEWEST.weight_min, GROUPED.weight_min * dearest),
+    )
+
+
 Expired = Callable[[], bool]
 """Whether the time is over."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Found:
-    """A row of a layer. slots: experts of its usable slots, (N,). height: over the fair one. moves, price: of residencies."""
+    """A row of a layer. slots: experts of its usable slots, (N,). height: over the fair one. moves, price: of residencies.
+
+    routes: price of hops and of what static tables misplace, 0 under plain even split.
+    """
 
     slots: Int32Array
     height: float
     moves: int
     price: float
+    routes: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -105,21 +138,21 @@ class LayerSearch:
 
     def found(self, slots: Int32Array) -> Found:
         """What a row is worth, with the best shares under weighted dispatch. Slots: shape (N,)."""
-        height, moves, price = worth_of(self.layer, slots, self._width)
+        height, moves, price, routes = worth_of(self.layer, slots, self._width)
         if self.layer.dispatch == WEIGHTED and self.task.fair > 0:
             height = weighted_height(self.task, bins_of(self.task, slots)) / self.task.fair
-        return Found(slots.copy(), float(height), int(moves), float(price))
+        return Found(slots.copy(), float(height), int(moves), float(price), float(routes))
 
     def row(self, slots: Int32Array) -> Int32Array:
         """A row of all slots, shape (P,), -1 = empty."""
         return bins_of(self.task, slots).reshape(-1)
 
-    def fewest(self, limit: float, steps: int, expired: Expired, schedule: Schedule = FEWEST) -> Found | None:
+    def fewest(self, limit: float, steps: int, expired: Expired, schedule: Schedule | None = None) -> Found | None:
         """Look for the cheapest row at or under a height limit, from the start. None when none was found."""
         layer, slots = with_copies(self.layer, self.rest.slots, limit)
         if moves_of(layer, slots) > self.moves_max:
             layer, slots = self.layer, self.rest.slots
-        record = self._run(layer, slots, limit, np.inf, steps, expired, schedule)
+        record = self._run(layer, slots, limit, np.inf, steps, expired, schedule or schedule_for(self.task))
         if not np.isfinite(record.value[0]):
             return None
         found = self.found(record.best)
@@ -136,12 +169,25 @@ class LayerSearch:
             self.fewest(limit, steps, expired)
 
     def lowest(self, begin: Found, price_max: float, steps: int, expired: Expired, schedule: Schedule = LOWEST) -> Found:
-        """Look for the least height at no more than a price, from a row within it. Returns that row when none is lower."""
-        record = self._run(self.layer, begin.slots, begin.height * (1.0 - GAIN_MIN) - 1e-4, price_max, steps, expired, schedule)
+        """Look for the least height at no more than a price, from a row within it. Returns that row when none is lower.
+
+        With a price that binds, routes may not get dearer either.
+        """
+        routes_max = begin.routes + ROUTES_SLACK if np.isfinite(price_max) else np.inf
+        limit = begin.height * (1.0 - GAIN_MIN) - 1e-4
+        record = self._run(self.layer, begin.slots, limit, price_max, steps, expired, schedule, routes_max)
         return self.found(record.best) if record.value[0] < begin.height else begin
 
     def _run(
-        self, layer: Layer, slots: Int32Array, limit: float, price_max: float, steps: int, expired: Expired, schedule: Schedule
+        self,
+        layer: Layer,
+        slots: Int32Array,
+        limit: float,
+        price_max: float,
+        steps: int,
+        expired: Expired,
+        schedule: Schedule,
+        routes_max: float = np.inf,
     ) -> Record:
         """One search, piece by piece until its steps or the time are over."""
         self._searches += 1
@@ -149,6 +195,7 @@ class LayerSearch:
         scratch = new_scratch(layer, self.moves_max, self.intake_max, seed_of(self.seed, self._searches))
         scratch.level[LIMIT] = limit
         scratch.level[PRICE_MAX] = price_max + NO_OVERLOAD
+        scratch.level[ROUTE_MAX] = routes_max
         scratch.level[PRICE_WEIGHT] = 0.0 if schedule.lower else 1.0
         record = Record(slots.copy(), np.full(1, np.inf), self.heights, self.rows)
         for first in range(0, steps, PIECE):
