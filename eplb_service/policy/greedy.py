@@ -24,6 +24,7 @@ from eplb_service.policy.limits import Limits, legal_rows, limits_of
 from eplb_service.policy.matching import row_near
 from eplb_service.policy.move_limits import LayerPlan, within_move_limits
 from eplb_service.policy.repair import repaired_row
+from eplb_service.policy.shares import with_shares
 from eplb_service.policy.task_layers import plan_task
 
 STEPS_PER_LAYER = 200
@@ -54,7 +55,8 @@ class GreedyPolicy:
         loads = problem.total_loads
         plans = plan_layers(problem, limits, loads)
         rows, limited = within_move_limits(problem, limits, plans)
-        return RawPlan(physical_to_logical=rows, status="limited" if limited else "heuristic")
+        shares = with_shares(problem, rows)
+        return RawPlan(physical_to_logical=rows, shares=shares, status="limited" if limited else "heuristic")
 
 
 def height_of(row: npt.NDArray[np.integer], load: Float64Array, limits: Limits, base: Float64Array | None = None) -> float:
