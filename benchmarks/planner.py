@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import rows_balance, rows_gate, rows_moves
+from benchmarks import rows_balance, rows_gate, rows_moves, traces
 from benchmarks.measuring import Measured, NotBuiltError, Peers, Row, proposal_of, score, scored_peer
 from benchmarks.peers import Planner, peer_sglang, peer_vllm
 from benchmarks.report import machine, markdown_table, written_between_marks
@@ -27,7 +27,7 @@ from eplb_service.cli.output import print_table
 from eplb_service.errors import EplbError
 from eplb_service.policy.registry import policy_names
 
-ROWS: tuple[Row, ...] = (*rows_moves.ROWS, *rows_gate.ROWS, *rows_balance.ROWS)
+ROWS: tuple[Row, ...] = (*rows_moves.ROWS, *rows_gate.ROWS, *rows_balance.ROWS, *traces.ROWS)
 SEEDS = (1, 2, 3, 4)
 FIGURES = ("figure", "peers", "at least", "aim", "measured", "at least met", "aim met")
 PLANNERS = ("planner", "mean over layers", "worst layer", "experts moved", "slots rewritten", "doubled", "time")
@@ -57,7 +57,8 @@ def figures(peers: Peers, names: Sequence[str]) -> Table:
             continue
         told(row.name)
         came = measured(row, peers, 0)
-        others = "; ".join(part for part in (came.peers, row.published) if part)
+        published = "" if row.published.split(" ")[0] in came.peers else row.published  # measured here, in this very run
+        others = "; ".join(part for part in (came.peers, published) if part)
         rows.append((row.what, others or "-", row.at_least, row.aim, came.ours, verdict(met=came.least), verdict(met=came.aim)))
     return FIGURES, rows
 

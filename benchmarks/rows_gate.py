@@ -54,7 +54,6 @@ ROWS = (
         what="the same with the gate on: experts moved, also of full re-plans",
         at_least="0",
         aim="0",
-        seeded=True,
         measure=gate_on,
     ),
 )
