@@ -34,9 +34,13 @@ def compiled_nogil(function: Function) -> Function:
 
 
 def inlined(function: Function) -> Function:
-    """A piece of a compiled loop: becomes part of every function that calls it, so that passing many arrays costs nothing."""
+    """A piece of a compiled loop: becomes part of every function that calls it, so that passing many arrays costs nothing.
+
+    Only compiled functions may call it: it has no way in from Python (which would take half of the time to compile).
+    """
     njit: Any = numba.njit
-    return njit(nogil=True, forceinline=True)(function)  # type: ignore[no-any-return]
+    options = {"forceinline": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    return njit(nogil=True, **options)(function)  # type: ignore[no-any-return]
 
 
 def _unowned(_context: Any, group: Any) -> Any:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from eplb_service.policy.anneal_routes import Routes
 from eplb_service.policy.front import Point, pareto
 from eplb_service.policy.layer_search import Expired, Found, LayerSearch
 from eplb_service.policy.layer_task import Int32Array, Int64Array, LayerTask
@@ -16,17 +17,14 @@ from eplb_service.policy.task_layers import is_met
 ROUNDING = 1e-9
 """Excess over a height, in fair heights, that is rounding."""
 
-MARGIN_MAX = 0.008
-"""Room that a new row leaves below the target, in fair heights, at most."""
+NOISE_MULTIPLE = 4.0
+"""Standard deviations of a rank's load, by the sampling noise of its count, that explain an excess over the target."""
 
-AIM_MIN = 1.012
-"""Aims are not lowered below this to leave room: from here on, balance costs moves steeply."""
+NOISE_SHARE_MAX = 0.7
+"""Most that noise may explain, as a share of the target's distance from perfect balance: 1.02 is held to 1.034."""
 
-NOISE_MULTIPLE = 2.0
-"""Standard deviations of a rank's load, by the sampling noise of its own count, that a new row leaves room for."""
-
-MARGIN_MOVES = 0.15
-"""Share of the fewest moves found that may be spent on that room."""
+TOKENS_MIN = 10_000
+"""Tokens that a rank serves on average from which on loads are taken for counts with sampling noise; below they are exact."""
 
 LADDER = 6
 """Heights, evenly spread by ratio, between the plan's and the live row's, that are searched for a front."""
@@ -41,22 +39,25 @@ LOWEST_SLACK = 1e-3
 """How close to the best height found a layer need come when no row reaches the target, relative."""
 
 
-def margin_of(task: LayerTask, target: float) -> float:
-    """Room to leave below the target, in fair heights, so that the next window's noise does not lift the row over it."""
-    tokens = float(task.load.sum())
-    if tokens <= 0:
+def noise_allowance(task: LayerTask, target: float) -> float:
+    """Excess over the target, in fair heights, that sampling noise alone explains: no reason to move anything.
+
+    A rank that serves n tokens on average shows n plus or minus sqrt(n) of them, whatever the placement: a plan that just meets
+    the target is over it in the next window by as much, and would be planned anew for nothing.
+    """
+    tokens = float(task.load.sum()) / max(1, int((task.room > 0).sum()))
+    if tokens < TOKENS_MIN:
         return 0.0
-    noise = NOISE_MULTIPLE * float(np.sqrt((task.room > 0).sum() / tokens))
-    return max(0.0, min(noise, MARGIN_MAX, target - AIM_MIN))
+    return min(NOISE_MULTIPLE / float(np.sqrt(tokens)), NOISE_SHARE_MAX * (target - 1.0))
 
 
 @dataclass(slots=True, eq=False)
 class LayerPlanner:
     """One layer. target: most imbalance; bound: a lower bound on imbalance; steps: annealing steps in all.
 
+    even: whether copies share evenly. routes: of the layer's tokens; None = even split.
     settled: no search is needed. legal: whether the live row may stay. chosen: the row that is taken; at first the live one,
-    mended. best: the cheapest row at the target; aimed: the cheapest at the aim; fallback: what is taken when no row at the
-    target is known; None = none yet.
+    mended. best: the cheapest row at the target; fallback: what is taken when no row at the target is known; None = none yet.
     """
 
     task: LayerTask
@@ -67,11 +68,11 @@ class LayerPlanner:
     moves_max: int
     intake_max: Int64Array
     even: bool
+    routes: Routes | None = None
     legal: bool = field(init=False)
     settled: bool = field(init=False, default=False)
     chosen: Found = field(init=False)
     best: Found | None = field(init=False, default=None)
-    aimed: Found | None = field(init=False, default=None)
     fallback: Found | None = field(init=False, default=None)
     search: LayerSearch = field(init=False)
 
@@ -79,9 +80,10 @@ class LayerPlanner:
         """Mend the row where it is not legal; find out whether a search is needed."""
         self.legal = is_met(self.task, self.task.held)
         start = self.task.held if self.legal else repaired_row(self.task).reshape(self.task.held.shape)
-        self.search = LayerSearch(self.task, start, self.seed, self.moves_max, self.intake_max)
+        self.search = LayerSearch(self.task, start, self.seed, self.moves_max, self.intake_max, self.routes)
         self.chosen = self.search.rest
-        self.settled = not self.task.load.any() or self.chosen.height <= self.target + ROUNDING
+        allowance = noise_allowance(self.task, self.target) if self.legal else 0.0
+        self.settled = not self.task.load.any() or self.chosen.height <= self.target + allowance + ROUNDING
         if self.even and not self.settled and int(self.task.room.max()) <= 1:
             self._settle_exactly()
 
@@ -91,14 +93,14 @@ class LayerPlanner:
         return max(self.target, self.bound * (1.0 + BOUND_SLACK))
 
     @property
-    def aim(self) -> float:
-        """The height that is looked for first: the target less room for noise."""
-        return max(self.reachable - margin_of(self.task, self.target), min(self.reachable, self.bound * (1.0 + BOUND_SLACK)))
-
-    @property
     def met(self) -> bool:
         """Whether the chosen row is at or under the target."""
         return not self.task.load.any() or self.chosen.height <= self.target + ROUNDING
+
+    @property
+    def excused(self) -> bool:
+        """Whether the live row is over the target by no more than sampling noise, and was left for that."""
+        return self.settled and not self.met and self.chosen is self.search.rest
 
     def _settle_exactly(self) -> None:
         """One slot a rank needs no search: the fewest moves, or the best balance where the target is out of reach."""
@@ -111,20 +113,16 @@ class LayerPlanner:
             self.settled = True
 
     def look(self, share: float, expired: Expired) -> None:
-        """Look for the fewest moves to the aim with a share of the steps."""
-        if self.settled:
-            return
-        self._note(self.search.fewest(self.aim, int(self.steps * share), expired))
+        """Look for the fewest moves to the target with a share of the steps."""
+        if not self.settled:
+            self._note(self.search.fewest(self.reachable, int(self.steps * share), expired))
 
-    def look_at_target(self, share: float, expired: Expired) -> None:
-        """Look for the fewest moves to the target itself, if the aim is lower; for the best there is, if none was found."""
-        if self.settled:
-            return
-        steps = int(self.steps * share)
-        if self.best is None:
-            self._look_for_lowest(steps, expired)
-        elif self.aim < self.reachable:
-            self._note(self.search.fewest(self.reachable, steps, expired))
+    def look_again(self, share: float, expired: Expired) -> None:
+        """Look once more, or for the best balance there is when no row at the target is known."""
+        if self.best is not None:
+            self.look(share, expired)
+        elif not self.settled:
+            self._look_for_lowest(int(self.steps * share), expired)
 
     def _look_for_lowest(self, steps: int, expired: Expired) -> None:
         """No row at the target is known: the best balance, then few moves to come close to it."""
@@ -135,37 +133,22 @@ class LayerPlanner:
         self._note(self.fallback)
 
     def level(self, share: float, expired: Expired) -> None:
-        """Better balance at the price of the row that was chosen, or at what room for noise may cost."""
+        """Better balance at the price of the row that was chosen."""
         if self.settled or self.chosen is self.search.rest:
             return
-        price_max = self.chosen.price if self.best is None or self.chosen is self.aimed else self._affordable(self.best)
-        self.chosen = self.search.lowest(self.chosen, price_max, int(self.steps * share), expired)
-
-    def _affordable(self, best: Found) -> float:
-        """The most that a row with room for noise may cost."""
-        return best.price + (int(best.moves * MARGIN_MOVES) if self.aim < self.reachable else 0)
+        self.chosen = self.search.lowest(self.chosen, self.chosen.price, int(self.steps * share), expired)
 
     def _note(self, found: Found | None) -> None:
         """Know a row, and choose among those known."""
-        if (
-            found is not None
-            and found.height <= self.reachable + ROUNDING
-            and (self.best is None or found.price < self.best.price)
-        ):
+        within = found is not None and found.height <= self.reachable + ROUNDING
+        if found is not None and within and (self.best is None or found.price < self.best.price):
             self.best = found
-        if found is not None and found.height <= self.aim + ROUNDING and (self.aimed is None or found.price < self.aimed.price):
-            self.aimed = found
-        if self.best is None:
-            self.chosen = self.chosen if self.fallback is None else self.fallback
-        elif self.aimed is not None and self.aimed.price <= self._affordable(self.best):
-            self.chosen = self.aimed
-        else:
-            self.chosen = self.best
+        self.chosen = self.best or self.fallback or self.chosen
 
     def widen(self, share: float, expired: Expired) -> None:
         """Fill the archive between the row that costs nothing and the plan, and a little beyond, for a front."""
         worst, floor = self.search.rest.height - 1.0, max(self.bound - 1.0, 0.0)
-        near = max(self.aim - 1.0, 1e-3)
+        near = max(self.reachable - 1.0, 1e-3)
         if not self.task.load.any() or worst <= 0 or int(self.task.room.max()) < 1:
             return
         limits = [1.0 + max(floor, near / 2.0)]

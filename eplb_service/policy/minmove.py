@@ -17,6 +17,7 @@ import numpy as np
 from eplb_service.clock import Clock, SystemClock
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
+from eplb_service.policy.anneal_routes import routes_of
 from eplb_service.policy.base import Effort, PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
 from eplb_service.policy.front import Point, joined_front, within_limits
@@ -25,7 +26,9 @@ from eplb_service.policy.layer_plan import LayerPlanner
 from eplb_service.policy.layer_search import seed_of
 from eplb_service.policy.layer_task import Int32Array, layer_task
 from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.move_bounds import certificates
 from eplb_service.policy.move_limits import MoveAccount
+from eplb_service.policy.shares import front_shares, with_shares
 
 DEFAULT_TARGET = 1.02
 """Imbalance to reach when the problem names none."""
@@ -39,7 +42,7 @@ STEPS_PER_SLOT = {Effort.QUICK: 720, Effort.NORMAL: 3_600, Effort.THOROUGH: 24_0
 STEPS_PER_LAYER_MIN = 20_000
 """Steps of a small layer when no work budget is given."""
 
-QUICK_LOOK, LONG_LOOK, TARGET_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1
+QUICK_LOOK, LONG_LOOK, SECOND_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1
 """Shares of the steps that the passes over the layers take."""
 
 WITH_FRONT = 0.6
@@ -61,8 +64,10 @@ def steps_of(problem: PlanningProblem, limits: Limits) -> int:
 class MinMovePolicy:
     """Fewest moves to a target; see the module.
 
-    Status: `target_met`; `target_missed` when some layer is above the target (no search reached it: the best balance found,
-    with few moves); `limited` when limits on moves kept some layer above it. work_budget: annealing steps over all layers.
+    Status: `target_met`, or `optimal` when the certificates prove that no plan there takes fewer moves; `within_noise` when the
+    only layers above the target are so by no more than sampling noise, and stay as they are; `target_missed` when no search
+    reached it in some layer (it then has the best balance found, with few moves); `limited` when limits on moves kept some
+    layer above it. work_budget: annealing steps over all layers.
     """
 
     name = "minmove"
@@ -111,6 +116,7 @@ class _TablePlan:
                 moves_max=min(account.per_layer, account.moves, MANY),
                 intake_max=intake_max,
                 even=problem.dispatch in (Dispatch.EVEN, Dispatch.HASHED),
+                routes=routes_of(problem, layer),
             )
             for layer, layer_id in enumerate(problem.current.layer_ids)
         ]
@@ -121,7 +127,7 @@ class _TablePlan:
         share = WITH_FRONT if self.problem.front or limited else 1.0
         self._each(lambda planner: planner.look(QUICK_LOOK * share, self.expired))
         self._each(lambda planner: planner.look(LONG_LOOK * share, self.expired))
-        self._each(lambda planner: planner.look_at_target(TARGET_LOOK * share, self.expired))
+        self._each(lambda planner: planner.look_again(SECOND_LOOK * share, self.expired))
         self._each(lambda planner: planner.level(LEVELLING * share, self.expired))
         if self.problem.front or (limited and not self._fits()):
             self._each(lambda planner: planner.widen(1.0 - share, self.expired))
@@ -145,13 +151,26 @@ class _TablePlan:
         """The plan, with a front when asked."""
         limited = not self._fits()
         rows = self._limited_rows() if limited else np.stack([planner.row for planner in self.planners])
-        met = all(planner.met for planner in self.planners)
+        front = self._front() if self.problem.front else []
+        bounds = certificates(self.problem, self.target, rows, expired=self.expired) if self.problem.certify else ()
         return RawPlan(
             physical_to_logical=rows,
-            front=tuple(self._front()) if self.problem.front else (),
-            status="limited" if limited else "target_met" if met else "target_missed",
+            shares=with_shares(self.problem, rows),
+            front=tuple(front),
+            front_shares=front_shares(self.problem, front),
+            moves_lower_bound=bounds,
+            status=self._status(bounds, limited=limited),
             cut_off=any(planner.search.cut_off for planner in self.planners),
         )
+
+    def _status(self, bounds: tuple[int, ...], *, limited: bool) -> str:
+        """The status word. Bounds: on the moves of each layer, () = not asked for."""
+        if limited:
+            return "limited"
+        if all(planner.met for planner in self.planners):
+            moved = sum(planner.chosen.moves for planner in self.planners)
+            return "optimal" if bounds and moved == sum(bounds) else "target_met"
+        return "within_noise" if all(planner.met or planner.excused for planner in self.planners) else "target_missed"
 
     def _limited_rows(self) -> Int32Array:
         """The rows that gain most within the limits on moves, shape (L, P)."""

@@ -7,6 +7,7 @@ costs elsewhere (`move_deals`, `move_prices`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -84,13 +85,20 @@ def _dual_bound(task: LayerTask, height: float, work: float, enough: int) -> int
     return max(0, prices.moves)
 
 
-def certificates(problem: PlanningProblem, target: float, rows: Int32Array, *, work: float = WORK_PER_LAYER) -> tuple[int, ...]:
+def certificates(
+    problem: PlanningProblem,
+    target: float,
+    rows: Int32Array,
+    *,
+    work: float = WORK_PER_LAYER,
+    expired: Callable[[], bool] = bool,
+) -> tuple[int, ...]:
     """Per layer, a lower bound on the moves of any placement with an imbalance of at most `target`. Length L.
 
     rows: a plan, shape (L, P); a layer that it does not bring to the target is bounded for the balance that it does reach
     (which any placement at the target has too). Groups and their prices are left out: which node a group goes to is free.
     Nothing (0) is claimed under dispatch other than even split, and for a live row that breaks rules which limits on moves
-    may keep it from mending. work: for each layer.
+    may keep it from mending. work: for each layer. expired: whether the time is over; layers still to come get no claim (0).
     """
     layers = problem.current.num_layers
     if problem.dispatch not in (Dispatch.EVEN, Dispatch.HASHED):
@@ -100,7 +108,8 @@ def certificates(problem: PlanningProblem, target: float, rows: Int32Array, *, w
     layout = Layout.of(ungrouped, limits)
     tasks = [layer_task(ungrouped, limits, layout, layer) for layer in range(layers)]
     return tuple(
-        _certificate(task, target, row.reshape(task.held.shape), limits, work) for task, row in zip(tasks, rows, strict=True)
+        0 if expired() else _certificate(task, target, row.reshape(task.held.shape), limits, work)
+        for task, row in zip(tasks, rows, strict=True)
     )
 
 
