@@ -1,10 +1,19 @@
 """Lower bounds on imbalance that no placement can beat, so that a plan can say how far from the best it may be.
 
-Under even split a layer's busiest rank carries at least the mean, and at least the hottest copy under the best allotment of
-copies. Other dispatches may split an expert unevenly, so there only the mean holds.
+Whatever the dispatch, a layer's busiest rank carries at least
+
+- the level to which all work rises when it is split at will over the ranks that have slots, each with its capacity and its own
+  work (the mean, where nothing else is said);
+- the hottest copy under the best allotment of copies: of an expert with c copies, one carries at least load / c;
+- under strict groups, the mean of the busiest node: some node holds the hottest group, some node two of the N + 1 hottest, some
+  node three of the 2 N + 1 hottest, and so on.
+
+Under even split a rank also carries its pinned experts, each at its most copies.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,49 +23,156 @@ from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.limits import Limits, limits_of
 
 Float64Array = npt.NDArray[np.float64]
+Int64Array = npt.NDArray[np.int64]
+
+ROUNDING = 1e-12
+"""Relative excess over a height that is rounding alone."""
 
 
-def hottest_copy(load: Float64Array, num_slots: int, copies_max: int) -> float:
+def hottest_copy(load: Float64Array, num_slots: int, copies_max: int | Int64Array, copies_min: int | Int64Array = 1) -> float:
     """Least possible load of the hottest copy, over all allotments of `num_slots` copies to experts. Load: shape (E,).
 
-    The smallest T with sum of max(1, ceil(load / T)) <= num_slots and no expert above copies_max. T is load_e / c for some
-    expert and count, so the search is over those values.
+    The smallest T with sum of max(copies_min, ceil(load / T)) <= num_slots and no expert above copies_max (numbers, or shape
+    (E,)). T is load_e / c for some expert and count of at most ceil(load_e / mean), so the search is over those values.
 
     >>> hottest_copy(np.array([600.0, 560, 120, 120, 20, 10, 10, 10]), 16, 8)
     120.0
     """
-    counts = np.arange(1, max(1, min(copies_max, num_slots - load.size + 1)) + 1)
-    values = np.unique(load[:, None] / counts[None, :])
-    values = values[values >= load.max() / counts[-1]]
+    most = np.maximum(1, np.broadcast_to(copies_max, load.shape))
+    least = max(float((load / most).max()), float(load.sum()) / max(1, num_slots))
+    if least <= 0:
+        return 0.0
+    counts = np.minimum(np.maximum(1, np.ceil(load / least * (1 - ROUNDING))), most).astype(np.int64)
+    count = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    values = np.unique(np.append(np.repeat(load, counts) / count, least))
+    values = values[values >= least * (1 - ROUNDING)]
     low, high = 0, values.size - 1
     while low < high:
         middle = (low + high) // 2
-        if _copies_needed(load, float(values[middle])) <= num_slots:
+        needed = np.maximum(copies_min, np.ceil(load / float(values[middle]) * (1 - ROUNDING)))
+        if needed.sum() <= num_slots:
             high = middle
         else:
             low = middle + 1
-    return float(values[low]) if values.size else 0.0
+    return float(values[low])
 
 
-def _copies_needed(load: Float64Array, height: float) -> int:
-    """Fewest copies such that none carries more than `height`."""
-    if height <= 0:
-        return load.size if not load.any() else int(np.iinfo(np.int64).max)
-    return int(np.maximum(1, np.ceil(load / height * (1.0 - 1e-12))).sum())
+def level(load: float, capacity: Float64Array, base: Float64Array) -> float:
+    """Least height (work over capacity) of the busiest rank when load is split at will over ranks with work of their own.
+
+    capacity, base: shape (ranks,).
+
+    >>> level(6.0, np.array([1.0, 1.0, 1.0]), np.array([0.0, 0.0, 9.0]))
+    9.0
+    """
+    order = np.argsort(base / capacity, kind="stable")
+    speed, work = np.cumsum(capacity[order]), np.cumsum(base[order])
+    heights = (load + work) / speed
+    start = (base / capacity)[order]
+    return float(max(heights[heights >= start * (1 - ROUNDING)][-1], start[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Fleet:
+    """What bounds ask of the ranks, for one token of load in all: everything grows with the load.
+
+    serving: ranks that have slots. capacity, base: of those, shape (serving,). alive_level: what ranks without slots carry.
+    fair: height of a perfectly balanced layer. nodes: positions (into serving) of each node's ranks under strict groups.
+    """
+
+    serving: Int64Array
+    capacity: Float64Array
+    base: Float64Array
+    alive_level: float
+    fair: float
+    nodes: tuple[Int64Array, ...]
+
+    @classmethod
+    def of(cls, problem: PlanningProblem, limits: Limits) -> _Fleet:
+        """The fleet of a problem."""
+        topology, constraints = problem.topology, problem.constraints
+        alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
+        base = np.zeros(alive.size) if topology.base_load is None else np.array(topology.base_load, np.float64)
+        base = np.where(alive, base, 0.0) / max(1, int(alive.sum()))
+        serving = np.flatnonzero(limits.room > 0)
+        node_of = np.array(topology.node_indices)[serving]
+        strict = (constraints.num_groups or 1) > 1 and constraints.group_price is None
+        return cls(
+            serving=serving,
+            capacity=limits.capacity[serving],
+            base=base[serving],
+            alive_level=float((base[alive] / limits.capacity[alive]).max()),
+            fair=float((1.0 + base.sum()) / limits.capacity[alive].sum()),
+            nodes=tuple(np.flatnonzero(node_of == node) for node in np.unique(node_of)) if strict else (),
+        )
+
+    def lowest_with(self, tokens: float, load: float) -> float:
+        """Least height of a rank that takes so many tokens, of a layer with so much load."""
+        return float(((tokens + self.base * load) / self.capacity).min())
 
 
 def imbalance_bounds(problem: PlanningProblem, limits: Limits | None = None) -> tuple[float, ...]:
     """Per layer, a lower bound on imbalance under the problem's dispatch. Length L; 1.0 for a layer without load."""
     limits = limits or limits_of(problem)
-    serving = limits.room > 0
-    alive = np.array([rank not in problem.topology.dead for rank in problem.topology.rank_ids])
+    fleet = _Fleet.of(problem, limits)
+    flat = max(level(1.0, fleet.capacity, fleet.base), fleet.alive_level)
+    even = problem.dispatch in (Dispatch.EVEN, Dispatch.HASHED)
     bounds = []
-    for load in problem.total_loads:
+    for layer, load in enumerate(problem.total_loads):
         total = float(load.sum())
-        if total <= 0 or problem.dispatch not in (Dispatch.EVEN, Dispatch.HASHED):
+        if total <= 0:
             bounds.append(1.0)
             continue
-        fair = total / float(limits.capacity[alive].sum())
-        copy = hottest_copy(load, limits.num_slots, limits.copies_max) / float(limits.capacity[serving].max())
-        bounds.append(max(1.0, copy / fair, float(limits.capacity[alive].sum() / limits.capacity[serving].sum())))
+        least, most = _copies(problem, limits, fleet, layer)
+        height = fleet.lowest_with(hottest_copy(load, limits.num_slots, most, least), total)
+        if fleet.nodes:
+            height = max(height, _group_height(problem, fleet, load))
+        if even and limits.pins.size:
+            height = max(height, _pinned_height(limits, fleet, layer, load / most, total))
+        bounds.append(max(1.0, flat / fleet.fair, height / (fleet.fair * total)))
     return tuple(bounds)
+
+
+def _copies(problem: PlanningProblem, limits: Limits, fleet: _Fleet, layer: int) -> tuple[int | Int64Array, Int64Array]:
+    """Fewest copies (pins, resilience) and most copies (the engine's table, bars, room on a node) of each expert."""
+    size = problem.current.num_logical
+    top = limits.copies_max
+    if fleet.nodes:
+        beside = size // (problem.constraints.num_groups or 1) - 1  # experts of its group that share the node
+        room = [limits.room[fleet.serving[node]] for node in fleet.nodes]
+        ranks = [slots.size if limits.distinct else int(slots.sum()) for slots in room]
+        top = min(top, max(1, *(min(most, int(slots.sum()) - beside) for most, slots in zip(ranks, room, strict=True))))
+    most = np.full(size, top, np.int64)
+    if limits.plain:
+        return 1, most
+    if limits.bars.size:
+        open_room = ~limits.marked(limits.bars, layer, size)[fleet.serving]
+        slots = np.minimum(limits.room[fleet.serving], 1) if limits.distinct else limits.room[fleet.serving]
+        most = np.minimum(most, (open_room * slots[:, None]).sum(axis=0))
+    least = limits.marked(limits.pins, layer, size).sum(axis=0)
+    if limits.protected is not None:
+        least = np.maximum(least, np.where(limits.protected[layer], 2, 1))
+    return np.maximum(least, 1), np.maximum(most, 1)
+
+
+def _pinned_height(limits: Limits, fleet: _Fleet, layer: int, share: Float64Array, total: float) -> float:
+    """Height of the rank that its pinned experts load most, each at its least share. Share: shape (E,), tokens."""
+    pinned = limits.marked(limits.pins, layer, share.size)[fleet.serving] @ share
+    return float(((pinned + fleet.base * total) / fleet.capacity).max())
+
+
+def _group_height(problem: PlanningProblem, fleet: _Fleet, load: Float64Array) -> float:
+    """Mean height of the busiest node under strict groups, at least. Load: shape (E,)."""
+    num_groups = problem.constraints.num_groups or 1
+    number = len(fleet.nodes)
+    if load.size % num_groups:
+        return 0.0
+    groups = np.sort(load.reshape(num_groups, -1).sum(axis=1))[::-1]
+    speed = np.array([fleet.capacity[node].sum() for node in fleet.nodes])
+    own = np.array([fleet.base[node].sum() for node in fleet.nodes]) * float(load.sum())
+    height = 0.0
+    for together in range(1, (num_groups - 1) // number + 2):
+        last = (together - 1) * number + 1  # of so many groups, `together` share a node
+        carried = float(groups[last - together : last].sum())
+        height = max(height, float(((carried + own) / speed).min()))
+    return height

@@ -121,13 +121,13 @@ def test_moves_are_not_limited_when_starting_from_nothing() -> None:
     assert check(of(NEW), problem_with(constraints=Constraints(max_moves=0), from_nothing=True)).moves.experts == 3
 
 
-def test_bound_under_nearest_dispatch_is_only_the_mean() -> None:
+def test_bound_by_the_hottest_copy_holds_under_every_dispatch() -> None:
     loads = np.array([[[100.0, 1, 1], [1, 1, 1]]])
     even = replace(problem_with(), loads=loads)
     assert imbalance_bounds(even)[0] == 1.0
     three = replace(even, constraints=Constraints(max_replicas=1))
     assert imbalance_bounds(three)[0] == pytest.approx(100 / 51)
-    assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == 1.0
+    assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == pytest.approx(100 / 51)
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
