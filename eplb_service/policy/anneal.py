@@ -19,6 +19,7 @@ from eplb_service.policy.anneal_changes import (
     NUM_HOT,
     OVERLOAD,
     PRICE,
+    PRICE_WEIGHT,
     RANDOM,
     ROUTE_MAX,
     ROUTE_PRICE,
@@ -258,7 +259,8 @@ def note(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, recor
         record.rows[moves] = state.expert_at
     if not within or height > scratch.level[LIMIT] + NO_OVERLOAD or scratch.level[ROUTE_PRICE] > scratch.level[ROUTE_MAX]:
         return
-    value = height if schedule.lower else scratch.level[PRICE] + scratch.level[ROUTE_PRICE]
+    value = scratch.level[PRICE] * scratch.level[PRICE_WEIGHT] + scratch.level[ROUTE_PRICE]
+    value = height if schedule.lower else value
     if value < record.value[0] - GAIN_MIN:
         record.value[0] = value
         record.best[:] = state.expert_at

@@ -13,6 +13,8 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.clock import Clock, SystemClock
+from eplb_service.dispatch import Dispatch
 from eplb_service.moves import count_moves, residencies
 from eplb_service.policy import plain_layers
 from eplb_service.policy.base import PlanningProblem, RawPlan
@@ -23,6 +25,7 @@ from eplb_service.policy.layer_task import DEFAULT_TARGET, Float64Array, Int32Ar
 from eplb_service.policy.limits import Limits, legal_rows, limits_of
 from eplb_service.policy.matching import row_near
 from eplb_service.policy.move_limits import LayerPlan, within_move_limits
+from eplb_service.policy.nearest_rows import nearest_plans
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.shares import with_shares
 from eplb_service.policy.task_layers import plan_task
@@ -46,6 +49,10 @@ class GreedyPolicy:
     name = "greedy"
     options: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        """Clock: for the time limit of the search that nearest dispatch needs."""
+        self._clock = clock or SystemClock()
+
     def plan(self, problem: PlanningProblem) -> RawPlan:
         """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints.
 
@@ -53,10 +60,14 @@ class GreedyPolicy:
         """
         limits = limits_of(problem)
         loads = problem.total_loads
-        plans = plan_layers(problem, limits, loads)
+        plans, cut_off = plan_layers(problem, limits, loads), False
+        if problem.dispatch is Dispatch.NEAREST:
+            deadline = self._clock.monotonic() + problem.time_limit_s
+            plans, cut_off = nearest_plans(problem, limits, plans, lambda: self._clock.monotonic() >= deadline)
         rows, limited = within_move_limits(problem, limits, plans)
         shares = with_shares(problem, rows)
-        return RawPlan(physical_to_logical=rows, shares=shares, status="limited" if limited else "heuristic")
+        status = "limited" if limited else "heuristic"
+        return RawPlan(physical_to_logical=rows, shares=shares, status=status, cut_off=cut_off)
 
 
 def height_of(row: npt.NDArray[np.integer], load: Float64Array, limits: Limits, base: Float64Array | None = None) -> float:
