@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -109,6 +109,16 @@ class Row:
 def peers_text(peers: Peers, problem: PlanningProblem, say: Callable[[Scored], str], *, repeat: int = 1) -> str:
     """A figure of every peer that was given, in one cell."""
     return "; ".join(f"{name}: {say(scored_peer(planner, problem, repeat=repeat))}" for name, planner in peers.items())
+
+
+def peers_from_own_plans(peers: Peers, first: PlanningProblem, then: PlanningProblem, say: Callable[[Scored], str]) -> str:
+    """The same for a second problem that each peer meets from its own plan for the first one."""
+    told = []
+    for name, planner in peers.items():
+        now = then.current
+        start = Table(now.model, now.layer_ids, now.num_logical, now.rank_ids, planner(first))
+        told.append(f"{name}: {say(scored_peer(planner, replace(then, current=start), repeat=1))}")
+    return "; ".join(told)
 
 
 def share_of_slots(moves: MoveSummary, table: Table) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.measuring import Measured, Peers, Row, peers_text, percent, proposal_of, share_of_slots
+from benchmarks.measuring import Measured, Peers, Row, peers_from_own_plans, peers_text, percent, proposal_of, share_of_slots
 from benchmarks.standard import drifted_load, problem_of, resampled, standard_load
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 
@@ -55,7 +55,8 @@ def moves_row(target: float, effort: Effort, *, least: int, least_s: float, aim:
 def resample(peers: Peers, seed: int) -> Measured:
     """Noise alone: a plan for W, then 2 M tokens a layer of W; how much is moved with the gate off."""
     load = standard_load(seed)
-    first, _ = proposal_of("greedy", problem_of(load))
+    before = problem_of(load)
+    first, _ = proposal_of("greedy", before)
     again = problem_of(
         resampled(load, NOISE_TOKENS, seed + 1), current=first.placement, max_imbalance=1.02, effort=Effort.QUICK
     )
@@ -65,13 +66,14 @@ def resample(peers: Peers, seed: int) -> Measured:
         ours=f"{percent(share)} of slots ({proposal.moves.experts} moves, {cpu_s:.1f} s)",
         least=share <= 0.001,
         aim=proposal.moves.experts == 0,
-        peers=peers_text(peers, again, lambda scored: percent(share_of_slots(scored.moves, again.current))),
+        peers=peers_from_own_plans(peers, before, again, lambda scored: percent(share_of_slots(scored.moves, again.current))),
     )
 
 
 def drift(peers: Peers, seed: int) -> Measured:
     """Half of the load becomes another one; from the plan for the first."""
-    first, _ = proposal_of("greedy", problem_of(standard_load(seed)))
+    before = problem_of(standard_load(seed))
+    first, _ = proposal_of("greedy", before)
     problem = problem_of(drifted_load(seed), current=first.placement, max_imbalance=1.02, effort=Effort.NORMAL)
     proposal, cpu_s = proposal_of("minmove", problem)
     share = share_of_slots(proposal.moves, proposal.placement)
@@ -80,7 +82,9 @@ def drift(peers: Peers, seed: int) -> Measured:
         ours=f"{percent(share)} of slots, {moves_text(proposal, cpu_s, 1.02)}",
         least=met and share <= 0.09,
         aim=met and share <= 0.07,
-        peers=peers_text(peers, problem, lambda scored: percent(share_of_slots(scored.moves, problem.current))),
+        peers=peers_from_own_plans(
+            peers, before, problem, lambda scored: percent(share_of_slots(scored.moves, problem.current))
+        ),
     )
 
 
