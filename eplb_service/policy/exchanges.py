@@ -224,7 +224,7 @@ def pack_and_improve(
     goal: float,
 ) -> tuple[Int32Array, float]:
     """Bins for an allotment of copies, and their height. Base: work that each rank has beside, shape (R,), tokens."""
-    bins = np.empty((room.size, width), np.int32)
+    bins = np.full((room.size, width), -1, np.int32)
     rank_load = base.copy()
     rules = open_rules(room.size, copies.size, distinct)
     num_placed = pack_in_order(bins, rank_load, order, copies, share, room, capacity, rules)

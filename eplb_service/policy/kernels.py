@@ -262,7 +262,7 @@ def note_heights(
 
 
 @compiled
-def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
+def pack_in_order(  # noqa: C901, PLR0912  # calls cost in its innermost loop
     bins: Int32Array,
     rank_load: Float64Array,
     order: Int64Array,
@@ -272,14 +272,16 @@ def pack_in_order(  # noqa: C901  # calls cost in its innermost loop
     capacity: Float64Array,
     rules: Rules,
 ) -> int:
-    """Fill bins: each copy in the order of experts goes to the rank that it leaves least loaded, of those that may take it.
+    """Fill up bins: each copy in the order of experts goes to the rank that it leaves least loaded, of those that may take it.
 
     The last copy of an expert to be spread goes to another domain than the rest. Adds to rank_load and what is held. Returns
     the copies placed.
     """
     num_ranks = room.size
-    bins[:] = -1
     fill = np.zeros(num_ranks, np.int64)
+    for rank in range(num_ranks):
+        while fill[rank] < room[rank] and bins[rank, fill[rank]] >= 0:
+            fill[rank] += 1
     num_placed = 0
     per_token = 1.0 / capacity
     height = np.empty(num_ranks)
@@ -333,7 +335,7 @@ def pack(
     With `distinct`, never two copies of an expert on one rank. Copies that find no place are left out; each expert with one
     copy always finds one.
     """
-    bins = np.empty((room.size, width), np.int32)
+    bins = np.full((room.size, width), -1, np.int32)
     share = load / copies
     order = descending(share)
     rules = open_rules(room.size, load.size, distinct)

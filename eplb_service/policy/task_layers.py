@@ -24,12 +24,14 @@ def plan_task(task: LayerTask, *, off_home: BoolArray, target: float, steps_max:
     order = np.argsort(-share, kind="stable")
     pinned = task.pinned.astype(np.int64)
     to_place, room = copies - pinned.sum(axis=0), task.room - pinned.sum(axis=1)
-    bins = np.empty(task.held.shape, np.int32)
-    for barred in (~task.allowed | off_home, ~task.allowed):
-        rank_load = task.base + pinned @ share
-        placed = pack_in_order(bins, rank_load, order, to_place, share, room, task.capacity, rules_of(task, barred))
-        if placed == to_place.sum():
-            break
+    bins, rank_load = np.full(task.held.shape, -1, np.int32), task.base + pinned @ share
+    rules = rules_of(task, ~task.allowed | off_home)
+    pack_in_order(bins, rank_load, order, to_place, share, room, task.capacity, rules)
+    left = to_place - residency_counts(bins, task.num_logical).sum(axis=0)
+    if off_home.any() and left.any():
+        rules = rules_of(task, ~task.allowed)
+        note_bins(rules, bins)
+        pack_in_order(bins, rank_load, order, left, share, room, task.capacity, rules)
     found = with_pins(task, bins)
     if not is_met(task, found):
         found = repair_bins(near(task, found))

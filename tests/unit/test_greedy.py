@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy.base import Constraints, PlanningProblem, Proposal
+from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, Proposal, Resilience
 from eplb_service.policy.greedy import GreedyPolicy
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
@@ -331,6 +331,81 @@ def test_every_plan_passes_the_check_whatever_is_dead_out_of_use_or_limited(data
     assert not proposal.placement.uncovered()
 
 
+def test_full_plan_is_within_a_thousandth_of_the_bound_in_every_layer() -> None:
+    for seed in range(3):
+        weights = np.exp(np.random.default_rng(seed).normal(0, 1, (58, 256))) * 1000
+        proposal = plan(problem_of(weights, num_ranks=32, slots_per_rank=9))
+        gaps = np.array(proposal.predicted.per_layer) / np.array(proposal.lower_bound.per_layer)
+        assert gaps.mean() <= 1.0005
+        assert gaps.max() <= 1.001
+
+
+@pytest.mark.parametrize(
+    ("num_logical", "num_ranks", "slots"), [(64, 8, 12), (128, 64, 3), (512, 64, 9), (256, 320, 1), (64, 32, 16)]
+)
+def test_other_sizes_are_as_close_to_the_bound_as_their_slots_allow(num_logical: int, num_ranks: int, slots: int) -> None:
+    loads = np.exp(np.random.default_rng(5).normal(0, 1, (3, num_logical))) * 1000
+    proposal = plan(problem_of(loads, num_ranks=num_ranks, slots_per_rank=slots))
+    gaps = np.array(proposal.predicted.per_layer) / np.array(proposal.lower_bound.per_layer)
+    assert gaps.max() <= (1.001 if slots > 3 or slots == 1 else 1.08)
+    assert all(len(set(rank)) == slots for rank in proposal.placement.by_rank().reshape(-1, slots).tolist())
+
+
+def test_pins_bars_and_protected_experts_are_kept_at_little_cost() -> None:
+    pinned = frozenset({ExpertOnRank(3, 7), ExpertOnRank(40, 0, 1)})
+    barred = frozenset({ExpertOnRank(expert, rank) for expert in range(8) for rank in range(3)})
+    constraints = Constraints(pinned=pinned, barred=barred, resilience=Resilience(hot_share=0.1))
+    loads = standard_work()[:3, :64]
+    proposal = plan(problem_of(loads, num_ranks=8, slots_per_rank=10, num_nodes=2, constraints=constraints))
+    by_rank = proposal.placement.by_rank()
+    assert (by_rank[:, 7] == 3).any(axis=1).all()
+    assert (by_rank[1, 0] == 40).any()
+    assert not (by_rank[:, :3][by_rank[:, :3] >= 0] < 8).any()
+    for layer, load in enumerate(loads):
+        for expert in np.argsort(-load)[:7]:
+            ranks = np.flatnonzero((by_rank[layer] == expert).any(axis=1))
+            assert {int(rank) // 4 for rank in ranks} == {0, 1}
+    assert proposal.predicted.worst <= 1.05
+
+
+def test_soft_groups_stay_on_their_node_unless_balance_needs_otherwise() -> None:
+    loads = standard_work()[:4]
+    strict = plan(problem_of(loads, num_ranks=32, slots_per_rank=9, num_nodes=4, constraints=Constraints(num_groups=8)))
+    soft = Constraints(num_groups=8, group_price=2.0)
+    proposal = plan(problem_of(loads, num_ranks=32, slots_per_rank=9, num_nodes=4, constraints=soft))
+    assert proposal.predicted.worst <= min(1.011, strict.predicted.worst)
+    assert proposal.costs is not None
+    assert proposal.costs.off_node is not None
+    assert proposal.costs.off_node < 60, "of 288 replicas; without groups three quarters are off their node"
+
+
+def test_ranks_with_work_of_their_own_get_less() -> None:
+    topology = replace(Topology.regular(num_ranks=4), base_load=(0.5, 0.0, 0.0, 0.0))
+    loads = np.random.default_rng(2).gamma(2, 100, (2, 40))
+    proposal = plan(problem_of(loads, num_ranks=4, slots_per_rank=12, topology=topology))
+    assert proposal.predicted.worst <= 1.005
+
+
+@pytest.mark.parametrize(
+    "limit",
+    [
+        Constraints(max_moves=3),
+        Constraints(max_move_bytes=25),
+        Constraints(max_moves_per_rank=1),
+        Constraints(max_moves_per_layer=2),
+        Constraints(max_layers=1),
+    ],
+)
+def test_every_limit_on_moves_is_kept_told_and_used(limit: Constraints) -> None:
+    loads = np.random.default_rng(3).gamma(0.4, 100, (3, 16))
+    problem = replace(problem_of(loads, num_ranks=4, slots_per_rank=5, constraints=limit), expert_bytes=(10,) * 3)
+    proposal = plan(problem)
+    assert proposal.status == "limited"
+    assert proposal.moves.experts > 0
+    assert proposal.predicted.mean < proposal.before.mean
+    assert plan(replace(problem, from_nothing=True)).status == "heuristic"
+
+
 def test_standard_work_takes_milliseconds_once_compiled() -> None:
     problem = problem_of(standard_work(), num_ranks=32, slots_per_rank=9)
     policy = GreedyPolicy()
@@ -340,4 +415,4 @@ def test_standard_work_takes_milliseconds_once_compiled() -> None:
         started = time.thread_time()
         policy.plan(problem)
         used_s.append(time.thread_time() - started)
-    assert min(used_s) < 0.25, "an order of magnitude above what it takes: a loop fell out of the compiled code"
+    assert min(used_s) < 0.05, "an order of magnitude above what it takes: a loop fell out of the compiled code"

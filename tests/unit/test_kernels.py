@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import numpy as np
 from hypothesis import given, settings
@@ -72,3 +73,44 @@ def test_packing_and_exchanges_keep_copies_room_and_distinctness(data: st.DataOb
         assert np.unique(experts).size == experts.size
         assert (held[experts.size :] == -1).all()
     assert kernels.loads_of_bins(bins, load).max() <= height * (1 + 1e-12)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.data())
+def test_exchanges_end_where_no_single_one_relieves_the_busiest_rank(data: st.DataObject) -> None:
+    num_ranks, width = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    num_logical = data.draw(st.integers(width, num_ranks * width))
+    load = np.array(data.draw(st.lists(st.integers(0, 99), min_size=num_logical, max_size=num_logical)), np.float64)
+    capacity = np.array(data.draw(st.lists(st.sampled_from([1.0, 2.0]), min_size=num_ranks, max_size=num_ranks)))
+    room = np.full(num_ranks, width, np.int64)
+    copies = kernels.allot_copies(load, num_ranks * width, num_ranks)
+    bins = kernels.pack(load, copies, room, capacity, width, DISTINCT)
+    exchanges.improve(bins, load, room, capacity, DISTINCT, 1000)
+    heights = kernels.loads_of_bins(bins, load) / capacity
+    top = int(heights.argmax())
+    for rank, mine, theirs in itertools.product(range(num_ranks), range(width), range(width)):
+        if rank == top or bins[top, mine] < 0:
+            continue
+        other = bins.copy()
+        other[top, mine], other[rank, theirs] = bins[rank, theirs], bins[top, mine]
+        if any(len(set(held[held >= 0].tolist())) < (held >= 0).sum() for held in other):
+            continue
+        after = kernels.loads_of_bins(other, load) / capacity
+        assert max(after[top], after[rank]) >= heights[top] * (1 - 1e-9)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=1, max_size=12), st.integers(0, 8), st.randoms())
+def test_experts_are_ordered_by_load_per_copy_whatever_order_equals_came_in(
+    loads: list[float], spare: int, random: Random
+) -> None:
+    load = np.array(loads)
+    order = np.array(sorted(range(load.size), key=lambda expert: (-load[expert], random.random())), np.int64)
+    kernels.settle_ties(order, load)
+    assert order.tolist() == sorted(range(load.size), key=lambda expert: (-load[expert], expert))
+    copies = np.ones(load.size, np.int64)
+    share = kernels.allot_in_order(load, order, copies, np.full(load.size, 5), load.size + spare)
+    assert np.array_equal(share, load / copies)
+    assert kernels.hottest_first(order, copies, share).tolist() == sorted(
+        range(load.size), key=lambda expert: (-share[expert], expert)
+    )
