@@ -11,6 +11,7 @@ import numpy.typing as npt
 from eplb_service.errors import InvalidInputError
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.groups import FORBIDDEN, Layout
+from eplb_service.policy.home_kernels import improve_homes
 from eplb_service.policy.matching import cheapest_matching
 
 Float64Array = npt.NDArray[np.float64]
@@ -18,7 +19,13 @@ Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
 ROUNDS_MAX = 50
-"""Exchanges between nodes tried from one start, one after another."""
+"""Exchanges between nodes made from one start, one after another."""
+
+REPLICA_MAX = 0.97
+"""Most that one replica carries, in rank heights: the other slots of its rank hold something too."""
+
+TINY = 1e-300
+"""Capacity of a node in an idle layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,22 +91,11 @@ class Aim:
     """What a choice of homes is judged by.
 
     target: imbalance of nodes that is good enough. price: None = strict groups: balance comes first, then moves; else what a
-    replica off its group's node costs, in moves. largest: load of the largest replica that may go off-node, in mean rank loads.
+    replica off its group's node costs, in moves.
     """
 
     target: float
     price: float | None = None
-    largest: float = 1.0
-
-    def cost(self, task: NodeTask, home: Int64Array, rank_height: float) -> tuple[float, float]:
-        """What a choice costs; smaller is better. rank_height: of a perfectly balanced layer, one rank's work."""
-        moves = task.moves(home)
-        if self.price is None:
-            return max(task.imbalance(home), self.target), float(moves)
-        work = np.bincount(home, weights=task.group_load, minlength=task.capacity.size) + task.base
-        over = np.maximum(work - self.target * task.fair * task.capacity, 0.0)
-        replicas = np.where(over > 0, np.maximum(over / (self.largest * rank_height), 1.0), 0.0).sum()
-        return (self.price + 1.0) * float(replicas) + moves, 0.0
 
 
 def cheapest_homes(task: NodeTask) -> Int64Array:
@@ -139,52 +135,38 @@ def packed_homes(task: NodeTask) -> Int64Array | None:
     return home
 
 
-def improved_homes(task: NodeTask, start: Int64Array, aim: Aim, rank_height: float) -> tuple[tuple[float, float], Int64Array]:
-    """Exchange two groups, or two whole nodes, or move one, as long as that makes the choice cheaper. Returns (cost, home)."""
-    best, home = aim.cost(task, start, rank_height), start.copy()
-    for _ in range(ROUNDS_MAX):
-        found, better = best, None
-        for trial in _neighbours(task, home):
-            cost = aim.cost(task, trial, rank_height)
-            if cost < found:
-                found, better = cost, trial
-        if better is None:
-            break
-        best, home = found, better
-    return best, home
-
-
-def _neighbours(task: NodeTask, home: Int64Array) -> list[Int64Array]:
-    """Homes one change away, all of them allowed."""
-    num_groups, num_nodes = task.away.shape
-    every = np.arange(num_groups)
-    trials = []
-    for one in range(num_groups):
-        for other in range(one + 1, num_groups):
-            if home[one] != home[other]:
-                trial = home.copy()
-                trial[one], trial[other] = home[other], home[one]
-                trials.append(trial)
-    for one in range(num_nodes):
-        trials += [
-            np.where(home == one, other, np.where(home == other, one, home)).astype(np.int64)
-            for other in range(one + 1, num_nodes)
-        ]
-    count = np.bincount(home, minlength=num_nodes)
-    for group in range(num_groups if task.most > task.fewest else 0):
-        if count[home[group]] > task.fewest:
-            trials += [np.where(every == group, node, home) for node in np.flatnonzero(count < task.most).tolist()]
-    return [trial for trial in trials if task.may[every, trial].all()]
-
-
-def choose_homes(task: NodeTask, aim: Aim, rank_height: float) -> Int64Array:
+def choose_homes(task: NodeTask, load: Float64Array, aim: Aim, rank_height: float) -> Int64Array:
     """Node of each group, shape (G,), the best that exchanges find from where groups are now and from a balanced packing.
 
-    Raises InvalidInputError when pins and bars allow no assignment.
+    Load: shape (E,). rank_height: work of one rank of a perfectly balanced layer. Raises InvalidInputError when pins and bars
+    allow no assignment.
     """
-    starts = [cheapest_homes(task), packed_homes(task)]
-    found = [improved_homes(task, start, aim, rank_height) for start in starts if start is not None]
-    return min(found, key=lambda item: item[0])[1]
+    price = -1.0 if aim.price is None else aim.price
+    # Ranks of a node are not perfectly even: nodes aim at half the distance to the target.
+    target = aim.target if aim.price is None else 1.0 + (aim.target - 1.0) / 2.0
+    best, chosen = (np.inf, np.inf), np.zeros(0, np.int64)
+    for start in (cheapest_homes(task), packed_homes(task)):
+        if start is None:
+            continue
+        home = start.copy()
+        cost = improve_homes(
+            home,
+            load,
+            task.group_load,
+            task.away,
+            task.may,
+            task.fewest,
+            task.most,
+            task.base,
+            np.maximum(task.capacity * task.fair, TINY),
+            target,
+            price,
+            REPLICA_MAX * rank_height,
+            ROUNDS_MAX,
+        )
+        if cost < best:
+            best, chosen = cost, home
+    return chosen
 
 
 def home_of_experts(layout: Layout, homes: Sequence[int] | Int64Array) -> Int64Array:

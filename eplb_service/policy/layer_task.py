@@ -27,9 +27,6 @@ BoolArray = npt.NDArray[np.bool_]
 DEFAULT_TARGET = 1.01
 """Imbalance of nodes that is good enough for homes of groups when the problem names no target."""
 
-LARGEST_REPLICA = 0.7
-"""Load that a replica off its group's node carries, in mean rank loads, by which homes of soft groups are judged."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerTask:
@@ -115,9 +112,9 @@ def layer_task(
         return _with_homes(problem, task, home)
     nodes = node_task(problem, layout, layer, task.load)
     price = problem.constraints.group_price
-    aim = Aim(target=problem.max_imbalance or DEFAULT_TARGET, price=price, largest=LARGEST_REPLICA)
+    aim = Aim(target=problem.max_imbalance or DEFAULT_TARGET, price=price)
     serving = task.capacity[task.room > 0]
-    homes = choose_homes(nodes, aim, task.fair * float(serving.mean()))
+    homes = choose_homes(nodes, task.load, aim, task.fair * float(serving.mean()))
     grouped = _with_homes(problem, task, home_of_experts(layout, homes))
     if price is not None or limits.plain or is_possible(grouped):
         return grouped
