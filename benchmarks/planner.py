@@ -1,7 +1,7 @@
 """The planning engine's figures: what it reaches, beside engines' own planners on the same input.
 
     python -m benchmarks.planner [--row NAME] [--table figures|seeds|sizes|planners] [--peer-vllm DIR] [--peer-sglang DIR]
-                                 [--write docs/benchmarks.md]
+                                 [--jobs 2] [--write docs/benchmarks.md]
 
 A peer is the folder of an unzipped wheel (`pip download --no-deps sglang==0.5.23`, then unzip), kept outside this repository;
 EPLB_PEER_VLLM and EPLB_PEER_SGLANG name them too. Time is processor time of this process, in seconds of one core, after a
@@ -15,6 +15,8 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from benchmarks import rows_balance, rows_gate, rows_moves, traces
@@ -133,6 +135,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         variable = f"EPLB_PEER_{engine.upper()}"
         text = f"folder of an unzipped {engine} wheel (or {variable})"
         parser.add_argument(f"--peer-{engine}", type=Path, metavar="DIR", default=os.environ.get(variable), help=text)
+    parser.add_argument("--jobs", type=int, default=2, help="tables made side by side, a process each (default 2)")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="put the tables between their marks in this page too")
     options = parser.parse_args(arguments)
     options.table = options.table or (["figures"] if options.row else list(tables))
@@ -141,24 +144,39 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the tables; with --write put them into a page."""
-    options = options_of(arguments)
+def peers_of(options: argparse.Namespace) -> dict[str, Planner]:
+    """The engines' planners whose folders were given."""
     peers: dict[str, Planner] = {}
     if options.peer_vllm:
         peers |= peer_vllm(Path(options.peer_vllm))
     if options.peer_sglang:
         peers |= peer_sglang(Path(options.peer_sglang))
+    return peers
+
+
+def table_of(name: str, options: argparse.Namespace) -> tuple[Table, float]:
+    """A table and the processor time that it took, in s. Runs in a process of its own when there are several."""
+    started = time.process_time()
+    peers = peers_of(options)
     makers: dict[str, Callable[[], Table]] = {
         "figures": lambda: figures(peers, options.row),
         "seeds": lambda: seeds(options.row),
         "sizes": sizes,
         "planners": lambda: planners(peers),
     }
-    for name in options.table:
-        started = time.process_time()
-        columns, rows = makers[name]()
-        where = f"Measured on {machine()}; {time.process_time() - started:.0f} s of one core."
+    return makers[name](), time.process_time() - started
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the tables; with --write put them into a page."""
+    options = options_of(arguments)
+    if options.jobs == 1 or len(options.table) == 1:
+        made = [table_of(name, options) for name in options.table]
+    else:
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            made = list(pool.map(table_of, options.table, [options] * len(options.table)))
+    for name, ((columns, rows), cpu_s) in zip(options.table, made, strict=True):
+        where = f"Measured on {machine()}; {cpu_s:.0f} s of one core."
         print_table(f"\n{name}", columns, rows)
         print(where)
         if options.write:
