@@ -65,7 +65,7 @@ class PlanningConfig:
     mode: str = setting(
         "observe", "mode of a new deployment: plan and show only, publish too, or keep what is live", choices=MODES
     )
-    policy: str = setting("greedy", "policy of a new deployment")
+    policy: str = setting("minmove", "policy of a new deployment")
     interval_s: float = setting(10.0, "least time between two plans of a deployment", unit="s", low=0.0, high=86_400.0)
     windows: int = setting(4, "closed windows that a plan is made from", unit="windows", low=1, high=1024)
     windows_kept: int = setting(64, "windows kept in memory for each deployment", unit="windows", low=1, high=4096)

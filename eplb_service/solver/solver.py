@@ -88,7 +88,7 @@ class Solver:
     def __init__(
         self,
         *,
-        policies: Sequence[str] = ("greedy",),
+        policies: Sequence[str] = ("minmove",),
         memory_bytes: int = MEMORY_BYTES,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
