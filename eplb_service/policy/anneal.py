@@ -306,6 +306,8 @@ def anneal(
     A piece but the last ends on a multiple of BLOCK. The record is kept up; state and scratch are where the search stands.
     """
     layer, state, scratch, record = unowned(layer), unowned(state), unowned(scratch), unowned(record)
+    if layer.movable.size == 0:
+        return
     for step in range(first_step, last_step):
         if step % BLOCK == 0:
             turn_block(layer, state, scratch, schedule, step, steps)

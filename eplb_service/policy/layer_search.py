@@ -69,8 +69,8 @@ GROUPED = FEWEST._replace(
 )
 """The same where some residencies are dear (soft groups), in units of that price: few of them decide, so it is warm and slow."""
 
-DEAR = 2.0
-"""Price above that of a move from which residencies are dear."""
+DEAR, DEAREST = 2.0, 20.0
+"""Price above that of a move from which residencies are dear, and above which dearer ones are looked for no differently."""
 
 
 def schedule_for(task: LayerTask) -> Schedule:
@@ -78,6 +78,7 @@ def schedule_for(task: LayerTask) -> Schedule:
     price = float(np.where(task.allowed, task.price, 0.0).max()) - 1.0
     if price <= DEAR:
         return FEWEST
+    price = min(price, DEAREST)
     return GROUPED._replace(
         temperature_first=GROUPED.temperature_first * price,
         temperature_last=GROUPED.temperature_last * price,
@@ -131,8 +132,8 @@ class LayerSearch:
         """Arrays of the layer, and an archive that holds the start."""
         self.layer, slots = layer_of(self.task, self.start, self.routes)
         copies = np.bincount(slots[slots >= 0], minlength=self.task.num_logical)
-        spare = slots.size - self.task.num_logical + 1
-        self._width = max(min(int(self.layer.copies_max.max()), spare, self.task.num_ranks), int(copies.max())) + 2
+        # Copies beyond the first on a rank can only be there from the start; one more copy may be there in the midst of a change.
+        self._width = min(int(copies.max()) + self.task.num_ranks, slots.size) + 1
         self.rest = self.found(slots)
         most = min(slots.size, self.moves_max, max(self.rest.moves, ARCHIVE_SLOTS // slots.size))
         self.heights = np.full(most + 1, np.inf)
@@ -182,6 +183,10 @@ class LayerSearch:
         limit = begin.height * (1.0 - GAIN_MIN) - 1e-4
         record = self._run(self.layer, begin.slots, limit, price_max, steps, expired, schedule, routes_max)
         return self.found(record.best) if record.value[0] < begin.height else begin
+
+    def ignore_static_tables(self) -> None:
+        """Pay no more for what static tables misplace: very hot experts may leave no balanced row on which they agree."""
+        self.layer = self.layer._replace(misplaced_price=0.0)
 
     def cheapest_routes(self, limit: float, steps: int, expired: Expired) -> Found | None:
         """Look for the row with the cheapest routes at or under a height limit, whatever it moves. None when none was found."""
