@@ -67,7 +67,7 @@ GROUPED = FEWEST._replace(
     weight_min=1.5,
     hot=100,
 )
-"""The same where some residencies are dear (soft groups), in units of that price: few of them decide, so it is warm and slow."""
+"""The same where some residencies are dear (soft groups), in units of that price: few decide, so it is warm and slow."""
 
 DEAR, DEAREST = 2.0, 20.0
 """Price above that of a move from which residencies are dear, and above which dearer ones are looked for no differently."""
@@ -132,7 +132,7 @@ class LayerSearch:
         """Arrays of the layer, and an archive that holds the start."""
         self.layer, slots = layer_of(self.task, self.start, self.routes)
         copies = np.bincount(slots[slots >= 0], minlength=self.task.num_logical)
-        # Copies beyond the first on a rank can only be there from the start; one more copy may be there in the midst of a change.
+        # Copies beyond the first on a rank are there from the start; one more may be there in the midst of a change.
         self._width = min(int(copies.max()) + self.task.num_ranks, slots.size) + 1
         self.rest = self.found(slots)
         most = min(slots.size, self.moves_max, max(self.rest.moves, ARCHIVE_SLOTS // slots.size))
