@@ -67,7 +67,7 @@ def windows_of(name: str, folder: Path = TRACES) -> npt.NDArray[np.float64]:
     return counts
 
 
-def follow(planner: Planner, counts: npt.NDArray[np.float64], history: int) -> Followed:
+def follow(planner: Planner, counts: npt.NDArray[np.float64], history: int, *, effort: Effort = Effort.QUICK) -> Followed:
     """Plan after every window but the last from up to `history` windows, score on the next one."""
     _, num_layers, num_logical = counts.shape
     topology = Topology.regular(num_ranks=NUM_RANKS)
@@ -85,7 +85,7 @@ def follow(planner: Planner, counts: npt.NDArray[np.float64], history: int) -> F
             topology=topology,
             current=current,
             from_nothing=now == 0,
-            effort=Effort.QUICK,
+            effort=effort,
             time_limit_s=3600.0,
         )
         started = time.process_time()
@@ -131,7 +131,7 @@ def trace_row(name: str) -> Row:
     def measure(peers: Peers, seed: int) -> Measured:
         del seed
         counts = windows_of(name)
-        came = follow(policy_planner("robust"), counts, HISTORY)
+        came = follow(policy_planner("robust"), counts, HISTORY, effort=Effort.NORMAL)
         others = {peer: follow(planner, counts, 1) for peer, planner in peers.items()}
         best = min((other.mean for other in others.values()), default=PEER_MEANS[name])
         return Measured(
@@ -173,7 +173,7 @@ def main() -> None:
     for name in options.trace or NAMES:
         rows = []
         for title, (make, history) in planners(peers).items():
-            came = follow(make(), windows_of(name, options.traces), history)
+            came = follow(make(), windows_of(name, options.traces), history, effort=Effort.NORMAL)
             rows.append((title, f"{came.mean:.4f}", f"{came.worst:.4f}", percent(came.moved), f"{came.cpu_s:.1f} s"))
         print_table(name, COLUMNS, rows, right=COLUMNS[1:])
 
