@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
+from eplb_service.dispatch import Dispatch
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Policy, RawPlan, load_shape_of, reduced_to_shape
@@ -12,14 +15,27 @@ from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
 
 
+COMPILE_LIMIT_S = 3600.0
+"""Time limit of a warm-up: compiling takes as long as it takes. A policy that was cut off would leave its loops uncompiled."""
+
+
 def tiny_problem() -> PlanningProblem:
-    """Two layers, one of them idle, of three experts on two ranks."""
+    """Two layers, one of them idle, of three experts on two ranks; everything is asked for that a planner may ask."""
     ranks = tuple(RankId(rank) for rank in range(2))
     current = Table.linear(model="warm-up", layer_ids=(0, 1), num_logical=3, rank_ids=ranks, slots_per_rank=2)
     loads = np.array([[[7.0, 5.0, 1.0], [0.0, 0.0, 0.0]], [[6.0, 2.0, 1.0], [0.0, 0.0, 0.0]]])
     wanted = current.with_rows({0: np.array([0, 1, 2, 1])})
     topology = Topology.regular(num_ranks=2)
-    return PlanningProblem(loads=loads, topology=topology, current=current, wanted=wanted, work_budget=100)
+    return PlanningProblem(
+        loads=loads,
+        topology=topology,
+        current=current,
+        wanted=wanted,
+        front=True,
+        certify=True,
+        work_budget=100,
+        time_limit_s=COMPILE_LIMIT_S,
+    )
 
 
 def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
@@ -33,9 +49,13 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
 
 
 def warm_up_policy(policy: Policy, name: str) -> None:
-    """Run a policy once and check its answer. Raises PolicyFailedError when that is unusable, or what the policy raises."""
-    problem = tiny_problem()
-    verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
+    """Run a policy under even and nearest dispatch and check its answers.
+
+    Raises PolicyFailedError when one is unusable, or what the policy raises.
+    """
+    for dispatch in (Dispatch.EVEN, Dispatch.NEAREST):
+        problem = replace(tiny_problem(), dispatch=dispatch)
+        verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
 
 
 if __name__ == "__main__":  # what an image or an installation runs once, so that no first plan waits for the compiler
