@@ -174,10 +174,12 @@ def other_slot(layer: Layer, state: State, scratch: Scratch, slot: int, back: bo
 
 @inlined
 def propose_replacement(layer: Layer, state: State, scratch: Scratch, slot: int) -> int:
-    """A copy of another expert in the place of a spare one: of what was there, of one of a hot rank, or of any."""
+    """A copy of another expert in the place of a spare one: of what was there, one of a hot rank, or any; or none at all."""
     old, home = state.expert_at[slot], layer.home[slot]
     bits = draw(scratch)
-    if bits >> 16 & 3 == 0 and home != old:
+    if bits >> 19 & 15 == 0:
+        new = -1
+    elif bits >> 16 & 3 == 0 and home != old:
         new = int(home)
     else:
         hot = slot_of_hot_rank(scratch, bits) if bits >> 18 & 1 else -1
@@ -205,7 +207,11 @@ def propose_shift(layer: Layer, state: State, scratch: Scratch, slot: int) -> in
         return 0
     new = int(layer.home[other]) if bits >> 17 & 1 else -1
     if new < 0:
-        new = pick(draw(scratch), layer.load.size)
+        more = draw(scratch)
+        hot = slot_of_hot_rank(scratch, more) if bits >> 18 & 1 else -1
+        new = int(state.expert_at[hot]) if hot >= 0 else pick(more, layer.load.size)
+    if new < 0:
+        return 0
     if new in (moved, old) or state.count_on[other_rank, new] > 0 or state.copies[new] >= layer.copies_max[new]:
         return 0
     scratch.slots[0], scratch.slots[1] = slot, other

@@ -26,6 +26,9 @@ from eplb_service.policy.anneal_state import (
 )
 from eplb_service.policy.compiled import compiled_nogil, inlined
 
+PRICE_CEILING = 1e300
+"""Highest price where none is given: a residency that is not allowed costs more (infinitely much)."""
+
 CHANGES_MAX = 3
 """Most slots that one change refills."""
 
@@ -79,7 +82,7 @@ def new_scratch(layer: Layer, moves_max: int, intake_max: Int64Array, seed: int)
     counter[MOVES_MAX] = moves_max
     level = np.zeros(9)
     level[PRICE_WEIGHT] = 1.0
-    level[PRICE_MAX] = np.inf
+    level[PRICE_MAX] = PRICE_CEILING
     level[ROUTE_MAX] = np.inf
     return Scratch(
         level,

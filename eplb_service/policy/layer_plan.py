@@ -125,7 +125,16 @@ class LayerPlanner:
             self._look_for_lowest(int(self.steps * share), expired)
 
     def _look_for_lowest(self, steps: int, expired: Expired) -> None:
-        """No row at the target is known: the best balance, then few moves to come close to it."""
+        """No row at the target is known: the best balance, then few moves to come close to it.
+
+        Under nearest dispatch first the target again, whatever static tables would make of it.
+        """
+        if self.search.layer.misplaced_price > 0.0:
+            self.search.ignore_static_tables()
+            self._note(self.search.fewest(self.reachable, steps // 2, expired))
+            if self.best is not None:
+                return
+            steps -= steps // 2
         low = self.search.lowest(self.search.lowest_known(), np.inf, steps // 2, expired)
         close = max(self.reachable, low.height * (1.0 + LOWEST_SLACK))
         found = self.search.fewest(close, steps - steps // 2, expired)
@@ -141,7 +150,7 @@ class LayerPlanner:
     def _note(self, found: Found | None) -> None:
         """Know a row, and choose among those known."""
         within = found is not None and found.height <= self.reachable + ROUNDING
-        if found is not None and within and (self.best is None or found.price < self.best.price):
+        if found is not None and within and (self.best is None or found.cost < self.best.cost):
             self.best = found
         self.chosen = self.best or self.fallback or self.chosen
 

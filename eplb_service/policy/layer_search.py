@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from eplb_service.policy.anneal import BLOCK, GAIN_MIN, NO_OVERLOAD, Record, Schedule, anneal
-from eplb_service.policy.anneal_changes import LIMIT, PRICE_MAX, PRICE_WEIGHT, ROUTE_MAX, new_scratch
+from eplb_service.policy.anneal_changes import LIMIT, PRICE_CEILING, PRICE_MAX, PRICE_WEIGHT, ROUTE_MAX, new_scratch
 from eplb_service.policy.anneal_routes import WEIGHTED, Routes
 from eplb_service.policy.anneal_state import (
     Float64Array,
@@ -18,11 +18,11 @@ from eplb_service.policy.anneal_state import (
     Layer,
     bins_of,
     layer_of,
-    moves_of,
     new_state,
     worth_of,
 )
 from eplb_service.policy.layer_task import LayerTask
+from eplb_service.policy.needed_copies import with_copies
 from eplb_service.policy.shares import weighted_height
 
 PIECE = 1024 * BLOCK
@@ -87,6 +87,15 @@ def schedule_for(task: LayerTask) -> Schedule:
     )
 
 
+STEPS_OF_A_RUN = 60
+"""Steps for each pair of slots that one search can use; where there are more, several searches find more."""
+
+RUNS_MAX = 16
+"""Most searches instead of one."""
+
+WARMER = (1.0, 4.0, 2.0, 8.0)
+"""Factors of the temperature of one search after another: in tiny layers each change is dear."""
+
 Expired = Callable[[], bool]
 """Whether the time is over."""
 
@@ -103,6 +112,11 @@ class Found:
     moves: int
     price: float
     routes: float = 0.0
+
+    @property
+    def cost(self) -> float:
+        """Price of residencies and routes."""
+        return self.price + self.routes
 
 
 @dataclass(slots=True, eq=False)
@@ -154,15 +168,28 @@ class LayerSearch:
         return bins_of(self.task, slots).reshape(-1)
 
     def fewest(self, limit: float, steps: int, expired: Expired, schedule: Schedule | None = None) -> Found | None:
-        """Look for the cheapest row at or under a height limit, from the start. None when none was found."""
+        """Look for the cheapest row at or under a height limit, from the start. None when none was found.
+
+        Steps that are more than a search can use go to several, at temperatures of their own.
+        """
         layer, slots = with_copies(self.layer, self.rest.slots, limit)
-        if moves_of(layer, slots) > self.moves_max:
-            layer, slots = self.layer, self.rest.slots
-        record = self._run(layer, slots, limit, np.inf, steps, expired, schedule or schedule_for(self.task))
-        if not np.isfinite(record.value[0]):
-            return None
-        found = self.found(record.best)
-        return found if found.moves <= self.moves_max else None
+        begin = self.found(slots)
+        if begin.moves > self.moves_max:
+            layer, begin = self.layer, self.rest
+        best = begin if begin.height <= limit + NO_OVERLOAD else None
+        schedule = schedule or schedule_for(self.task)
+        runs = int(np.clip(steps // (STEPS_OF_A_RUN * slots.size**2), 1, RUNS_MAX))
+        for run in range(runs):
+            warmer = WARMER[run % len(WARMER)]
+            warm = schedule._replace(
+                temperature_first=schedule.temperature_first * warmer, temperature_last=schedule.temperature_last * warmer
+            )
+            record = self._run(layer, begin.slots, limit, np.inf, steps // runs, expired, warm)
+            if np.isfinite(record.value[0]):
+                found = self.found(record.best)
+                if found.moves <= self.moves_max and (best is None or found.cost < best.cost):
+                    best = found
+        return best
 
     def lowest_known(self) -> Found:
         """The row of least height in the archive; of equals the one with the fewest moves."""
@@ -210,7 +237,7 @@ class LayerSearch:
         state = new_state(layer, slots, self._width)
         scratch = new_scratch(layer, self.moves_max, self.intake_max, seed_of(self.seed, self._searches))
         scratch.level[LIMIT] = limit
-        scratch.level[PRICE_MAX] = price_max + NO_OVERLOAD
+        scratch.level[PRICE_MAX] = min(price_max + NO_OVERLOAD, PRICE_CEILING)
         scratch.level[ROUTE_MAX] = routes_max
         scratch.level[PRICE_WEIGHT] = 0.0 if schedule.lower else price_weight
         record = Record(slots.copy(), np.full(1, np.inf), self.heights, self.rows)
@@ -220,46 +247,6 @@ class LayerSearch:
                 break
             anneal(layer, state, scratch, schedule, record, first, min(first + PIECE, steps), steps)
         return record
-
-
-def with_copies(layer: Layer, slots: Int32Array, limit: float) -> tuple[Layer, Int32Array]:
-    """The layer and the row with as many copies of each expert as any row under a height limit has: ceil(load / limit).
-
-    A search that starts without them may never find the way: the overload of a copy must first get worse somewhere else. The
-    missing copies take free slots or those of the least loaded spare copies, on the least loaded ranks that may hold them; what
-    finds no place is left to the search.
-    """
-    speed = 1.0 / float(layer.inverse[layer.rank_of].min())
-    needed = np.ceil(layer.load / (limit * speed) * (1.0 - 1e-12)).astype(np.int64)
-    needed = np.minimum(np.maximum(needed, layer.copies_min), layer.copies_max)
-    copies = np.bincount(slots[slots >= 0], minlength=layer.load.size)
-    if (copies >= needed).all():
-        return layer._replace(copies_min=np.minimum(needed, copies)), slots
-    slots = slots.copy()
-    for expert in np.flatnonzero(copies < needed).tolist():
-        while copies[expert] < needed[expert]:
-            slot = _slot_for_copy(layer, slots, copies, needed, expert)
-            if slot < 0:
-                break
-            if slots[slot] >= 0:
-                copies[slots[slot]] -= 1
-            slots[slot] = expert
-            copies[expert] += 1
-    return layer._replace(copies_min=np.minimum(needed, copies)), slots
-
-
-def _slot_for_copy(layer: Layer, slots: Int32Array, copies: Int64Array, needed: Int64Array, expert: int) -> int:
-    """The free slot, or slot of a spare copy, where a copy of an expert makes its rank least loaded; -1 = there is none."""
-    part = np.append(layer.load / np.maximum(copies, 1), 0.0)
-    work = layer.base + np.bincount(layer.rank_of, weights=part[slots], minlength=layer.base.size)
-    spare = np.append(copies > needed, True) & ~np.append(layer.spread.astype(np.bool_), False)
-    holding = np.zeros(layer.base.size, np.bool_)
-    holding[layer.rank_of[slots == expert]] = True
-    may = spare[slots] & (layer.frozen == 0) & np.isfinite(layer.price[layer.rank_of, expert]) & ~holding[layer.rank_of]
-    if not may.any():
-        return -1
-    after = (work[layer.rank_of] - part[slots]) * layer.inverse[layer.rank_of]
-    return int(np.where(may, after, np.inf).argmin())
 
 
 def seed_of(*parts: int) -> int:

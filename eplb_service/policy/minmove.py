@@ -39,7 +39,7 @@ STEPS = {Effort.QUICK: 12_000_000, Effort.NORMAL: 60_000_000, Effort.THOROUGH: 4
 STEPS_PER_SLOT = {Effort.QUICK: 720, Effort.NORMAL: 3_600, Effort.THOROUGH: 24_000}
 """Steps for each usable slot of a layer that are worth while: small tables take less than all of `STEPS`."""
 
-STEPS_PER_LAYER_MIN = 20_000
+STEPS_PER_LAYER_MIN = 60_000
 """Steps of a small layer when no work budget is given."""
 
 QUICK_LOOK, LONG_LOOK, SECOND_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1

@@ -17,9 +17,10 @@ from eplb_service.policy.anneal_changes import LIMIT, MOVES, OVERLOAD, PRICE, Sc
 from eplb_service.policy.anneal_state import State, bins_of, new_state
 from eplb_service.policy.base import Constraints, ExpertOnRank, FailureDomain, PlanningProblem, Resilience
 from eplb_service.policy.groups import Layout
-from eplb_service.policy.layer_search import FEWEST, LOWEST, LayerSearch, seed_of, with_copies
+from eplb_service.policy.layer_search import FEWEST, LOWEST, LayerSearch, seed_of
 from eplb_service.policy.layer_task import LayerTask, layer_task
 from eplb_service.policy.limits import limits_of
+from eplb_service.policy.needed_copies import with_copies
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.task_layers import is_met
 from eplb_service.topology import Topology
