@@ -9,11 +9,18 @@ import numpy as np
 from eplb_service.dispatch import Dispatch
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy.base import PlanningProblem, Policy, RawPlan, load_shape_of, reduced_to_shape
+from eplb_service.policy.base import (
+    Constraints,
+    ExpertOnRank,
+    PlanningProblem,
+    Policy,
+    RawPlan,
+    load_shape_of,
+    reduced_to_shape,
+)
 from eplb_service.policy.feasibility import check_feasible
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
-
 
 COMPILE_LIMIT_S = 3600.0
 """Time limit of a warm-up: compiling takes as long as it takes. A policy that was cut off would leave its loops uncompiled."""
@@ -49,12 +56,16 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
 
 
 def warm_up_policy(policy: Policy, name: str) -> None:
-    """Run a policy under even and nearest dispatch and check its answers.
+    """Run a policy under even and nearest dispatch, and with a barred rank, and check its answers.
 
     Raises PolicyFailedError when one is unusable, or what the policy raises.
     """
-    for dispatch in (Dispatch.EVEN, Dispatch.NEAREST):
-        problem = replace(tiny_problem(), dispatch=dispatch)
+    plain = tiny_problem()
+    for problem in (
+        plain,
+        replace(plain, dispatch=Dispatch.NEAREST),
+        replace(plain, constraints=Constraints(barred=frozenset({ExpertOnRank(2, 0)}))),
+    ):
         verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
 
 

@@ -5,40 +5,57 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from eplb_service.dispatch import Dispatch
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy import kernels
-from eplb_service.policy.base import PlanningProblem
-from eplb_service.policy.greedy import GreedyPolicy
+from eplb_service.policy.base import Constraints, PlanningProblem
+from eplb_service.policy.registry import load_policy
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.topology import Topology
 
+WARM = ("greedy", "minmove")
+"""Policies of a first plan: what starts from nothing, and the default."""
+
 
 def compiled_versions() -> dict[str, int]:
-    """Kernel → number of type signatures that it was compiled for in this process."""
-    found = {name: getattr(kernels, name) for name in dir(kernels)}
-    return {name: len(kernel.signatures) for name, kernel in found.items() if hasattr(kernel, "signatures")}
+    """Kernel → number of type signatures that it was compiled for in this process, over all modules of policies."""
+    versions = {}
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("eplb_service.policy."):
+            found = {f"{name}.{part}": getattr(module, part) for part in dir(module)}
+            versions |= {part: len(kernel.signatures) for part, kernel in found.items() if hasattr(kernel, "signatures")}
+    return versions
 
 
 def compiled_late() -> dict[str, int]:
     """Kernels that plans compile beyond the warm-up, with how many versions. For a process of its own."""
-    warm_up_policy(GreedyPolicy(), "greedy")
+    policies = {name: load_policy(name) for name in WARM}
+    for name, policy in policies.items():
+        warm_up_policy(policy, name)
     warm = compiled_versions()
     ranks = tuple(RankId(rank) for rank in range(4))
     current = Table.linear(model="m", layer_ids=(0, 3), num_logical=32, rank_ids=ranks, slots_per_rank=9)
     loads = np.random.default_rng(0).gamma(1.0, 100.0, (6, 2, 32)).round()
-    problem = PlanningProblem(loads=loads, topology=Topology.regular(num_ranks=4, num_nodes=2), current=current)
-    for given in (problem, pickle.loads(pickle.dumps(problem))):  # as the solver's process gets it
-        run_policy(GreedyPolicy(), given)
-    return {name: count - warm[name] for name, count in compiled_versions().items() if count != warm[name]}
+    plain = PlanningProblem(
+        loads=loads, topology=Topology.regular(num_ranks=4, num_nodes=2), current=current, work_budget=20_000, front=True
+    )
+    sources = np.repeat(loads.sum(axis=0)[:, None, :] / 4, 4, axis=1)
+    problems = [plain, replace(plain, constraints=Constraints(max_moves=5))]
+    problems += [replace(plain, dispatch=Dispatch.NEAREST), replace(plain, dispatch=Dispatch.NEAREST, source_loads=sources)]
+    for problem in problems:
+        for given in (problem, pickle.loads(pickle.dumps(problem))):  # as the solver's process gets it
+            for policy in policies.values():
+                run_policy(policy, given)
+    return {name: count - warm.get(name, 0) for name, count in compiled_versions().items() if count != warm.get(name, 0)}
 
 
 def test_plans_here_and_in_the_solver_s_process_need_nothing_that_the_warm_up_did_not_compile() -> None:
     program = "from tests.unit.test_warm_up import compiled_late; print(compiled_late())"
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True, timeout=500)
     assert done.stdout.strip() == "{}"
