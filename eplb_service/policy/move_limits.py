@@ -13,10 +13,11 @@ import numpy as np
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.moves import align_slots, residencies
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_task import Int32Array, Int64Array, LayerTask, layer_task
-from eplb_service.policy.limits import Limits, legal_rows
+from eplb_service.policy.limits import Limits, legal_rows, limits_of
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.task_layers import is_met, relieve
 
@@ -58,6 +59,8 @@ class MoveAccount:
         self.binds = any(limit is not None for limit in given)
         self._taken = np.zeros((table.num_layers, table.num_ranks), np.int64)
         self._changed = np.zeros(table.num_layers, np.bool_)
+        # What goes out of slots that may not be used is no change that anybody chose.
+        self._live = np.where(limits_of(problem).usable.reshape(-1), table.physical_to_logical, EMPTY_SLOT)
         self._expert_bytes = np.array(problem.expert_bytes or (0,) * table.num_layers, np.int64)
 
     def received(self, layer: int, row: Int32Array) -> Int64Array:
@@ -71,7 +74,7 @@ class MoveAccount:
     def why_not(self, layer: int, row: Int32Array) -> str | None:
         """The limit that a layer's row would break beside the rows that were taken, None when it fits."""
         received = self.received(layer, row)
-        changes = not np.array_equal(row, self._problem.current.physical_to_logical[layer])
+        changes = not np.array_equal(row, self._live[layer])
         total = self._taken.copy()
         total[layer] = received
         num_layers = int(self._changed.sum()) - int(self._changed[layer]) + int(changes)
@@ -95,7 +98,7 @@ class MoveAccount:
         if self.why_not(layer, row) is not None:
             return False
         self._taken[layer] = self.received(layer, row)
-        self._changed[layer] = not np.array_equal(row, self._problem.current.physical_to_logical[layer])
+        self._changed[layer] = not np.array_equal(row, self._live[layer])
         return True
 
     def moves_left(self, layer: int) -> int:

@@ -85,24 +85,46 @@ def met_by_survivors(problem: PlanningProblem) -> tuple[PlanningProblem, tuple[s
     if lost:
         notes.append(f"{len(lost)} pins to dead ranks {sorted({pin.rank_id for pin in lost})} are given up")
         constraints = replace(constraints, pinned=constraints.pinned - lost)
-    for weaken, note in _weaker(constraints, problem):
-        trial = replace(problem, constraints=constraints)
-        try:
-            check_feasible(trial)
-        except InvalidInputError as error:
-            told = str(error)
-        else:
-            return trial, tuple(notes)
-        constraints = weaken(constraints)
-        notes.append(f"{note}: {told}")
-    trial = replace(problem, constraints=constraints)
-    check_feasible(trial)
-    return trial, tuple(notes)
+    steps, given_up = _weaker(constraints, problem), list[int]()
+    told: dict[int, str] = {}
+    for index in range(len(steps)):
+        why = _unmet(problem, constraints, steps, given_up)
+        if why is None:
+            break
+        given_up.append(index)
+        told[index] = f"{steps[index][1]}: {why}"
+    for index in given_up.copy():  # what did not help is kept
+        fewer = [other for other in given_up if other != index]
+        if _unmet(problem, constraints, steps, fewer) is None:
+            given_up = fewer
+    met = replace(problem, constraints=_weakened(constraints, steps, given_up))
+    check_feasible(met)
+    return met, (*notes, *(told[index] for index in given_up))
 
 
-def _weaker(constraints: Constraints, problem: PlanningProblem) -> list[tuple[Callable[[Constraints], Constraints], str]]:
-    """What to give up, one after another, and how to say it."""
-    steps: list[tuple[Callable[[Constraints], Constraints], str]] = []
+Weakening = tuple[Callable[[Constraints], Constraints], str]
+"""How to give something up, and how to say it."""
+
+
+def _weakened(constraints: Constraints, steps: list[Weakening], given_up: list[int]) -> Constraints:
+    """The constraints without what is given up."""
+    for index in given_up:
+        constraints = steps[index][0](constraints)
+    return constraints
+
+
+def _unmet(problem: PlanningProblem, constraints: Constraints, steps: list[Weakening], given_up: list[int]) -> str | None:
+    """Why the constraints without what is given up cannot be met, None when they can."""
+    try:
+        check_feasible(replace(problem, constraints=_weakened(constraints, steps, given_up)))
+    except InvalidInputError as error:
+        return str(error)
+    return None
+
+
+def _weaker(constraints: Constraints, problem: PlanningProblem) -> list[Weakening]:
+    """What to give up, one after another."""
+    steps: list[Weakening] = []
     resilience = constraints.resilience
     if resilience is not None:
         share = _share_that_fits(problem, resilience) or resilience.hot_share
@@ -115,7 +137,7 @@ def _weaker(constraints: Constraints, problem: PlanningProblem) -> list[tuple[Ca
                 (lambda known: replace(known, resilience=by_rank), "the loss of a rank is provided for, not of a node")
             )
         steps.append((lambda known: replace(known, resilience=None), "no expert is protected"))
-    if constraints.num_groups is not None and constraints.group_price is None:
+    if (constraints.num_groups or 1) > 1 and constraints.group_price is None:
         steps.append((lambda known: replace(known, group_price=SOFT_PRICE), "groups are soft"))
     if constraints.barred:
         steps.append((lambda known: replace(known, barred=frozenset()), "nothing is barred"))
