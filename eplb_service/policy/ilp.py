@@ -1,186 +1,195 @@
-"""The exact policy: CP-SAT for each layer, started from the greedy plan, never worse than it, honest about what it proved."""
+"""The exact policy: CP-SAT for each layer, started from a heuristic's row, never worse than it, honest about what it proved.
+
+Without a target it looks for the best balance, from greedy's rows; with one for the fewest moves to it, from the better of
+greedy's and minmove's rows. A layer is proven by combinatorial bounds (`bounds`), by the bound on moves (`move_bounds`) or by
+the exact model (`packing_model`); one that is too large for the model is bettered a few ranks at a time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 
-from eplb_service.moves import count_moves
-from eplb_service.policy import kernels
-from eplb_service.policy.base import PlanningProblem, RawPlan
+from eplb_service.clock import Clock, SystemClock
+from eplb_service.dispatch import Dispatch
+from eplb_service.moves import align_slots, count_moves, residencies
+from eplb_service.policy.base import Effort, PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
-from eplb_service.policy.greedy import height_of, plan_layers
-from eplb_service.policy.groups import Layout, Part
+from eplb_service.policy.contradictions import has_strict_groups
+from eplb_service.policy.exact_layer import ExactLayer
+from eplb_service.policy.greedy import GreedyPolicy, plan_layers
+from eplb_service.policy.groups import Layout
+from eplb_service.policy.layer_task import Int32Array, LayerTask, layer_task
 from eplb_service.policy.limits import Limits, limits_of
 from eplb_service.policy.matching import row_near
-from eplb_service.policy.move_limits import LayerPlan, within_move_limits
-from eplb_service.policy.packing_model import VARIABLES_MAX, num_variables, part_of, solve_part
+from eplb_service.policy.minmove import MinMovePolicy
+from eplb_service.policy.move_limits import LayerPlan, packed, within_move_limits
+from eplb_service.policy.packing_model import VARIABLES_MAX
+from eplb_service.policy.shares import with_shares
 
-WORK_PER_LAYER = 4000
-"""Thousandths of CP-SAT's deterministic time for one layer, when the problem gives no work budget."""
+WORK = {Effort.QUICK: 1.0, Effort.NORMAL: 6.0, Effort.THOROUGH: 40.0}
+"""CP-SAT's deterministic time for all layers, about seconds, when the problem gives no work budget."""
 
-OPTIMAL_GAP = 1e-6
-"""Relative gap below which a plan counts as optimal: the rounding of loads to integers."""
+WORK_PER_LAYER = 4.0
+"""Most for one layer then."""
 
+HINT_SHARE = 0.4
+"""Share of the time limit that minmove may take for rows to start from."""
 
-@dataclass(slots=True, eq=False)
-class _Search:
-    """Where the search stands. Heights by layer: of the row chosen so far, and proven lower bounds."""
-
-    problem: PlanningProblem
-    limits: Limits
-    layout: Layout
-    loads: npt.NDArray[np.float64]
-    plans: list[LayerPlan | None]
-    heights: list[float]
-    bounds: list[float]
-    seconds_left: float
-    cut_off: bool = False
-    improved: bool = False
-
-    def gap(self, layer: int) -> float:
-        """Relative gap of a layer's row to its bound."""
-        return self.heights[layer] / self.bounds[layer] - 1.0 if self.bounds[layer] > 0 else 0.0
-
-    def row(self, layer: int) -> npt.NDArray[np.int32]:
-        """The row chosen so far."""
-        plan = self.plans[layer]
-        row: npt.NDArray[np.int32] = self.problem.current.physical_to_logical[layer] if plan is None else plan.row
-        return row
+ROUNDING = 1e-9
+"""Relative difference of heights that is rounding alone."""
 
 
 class IlpPolicy:
-    """Optimal plans for small layers; see the module. Layers too large for the model keep the greedy row.
+    """Proves or improves; see the module.
 
-    Status: `optimal` when every layer is proven, `feasible` when some layer is better than greedy's but not all are proven,
-    `not_improved` when nothing better than greedy was found and not all is proven.
+    Status: `optimal` when every layer is proven (to have the best balance, or with a target the fewest moves), `feasible` when
+    some layer is better than the row it started from but not all are proven, `not_improved` when neither; `limited` when limits
+    on moves kept layers from their better row. What was too large for the exact model stands behind the word, with numbers.
+    work_budget: thousandths of CP-SAT's deterministic time, over all layers.
     """
 
     name = "ilp"
     options: Mapping[str, str] = MappingProxyType({})
 
+    def __init__(self, *, clock: Clock | None = None) -> None:
+        """Clock: for the time limit."""
+        self._clock = clock or SystemClock()
+
     def plan(self, problem: PlanningProblem) -> RawPlan:
         """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints."""
-        search = _start(problem)
-        work = (problem.work_budget or WORK_PER_LAYER * problem.current.num_layers) / problem.current.num_layers / 1000
-        for layer in sorted(range(problem.current.num_layers), key=lambda layer: (-search.gap(layer), layer)):
-            if search.gap(layer) > OPTIMAL_GAP:
-                _solve_layer(search, layer, work)
-        rows, _ = within_move_limits(problem, search.limits, search.plans)
-        return _result(search, rows)
+        if problem.dispatch not in (Dispatch.EVEN, Dispatch.HASHED):  # the models know even split only
+            return replace(GreedyPolicy(clock=self._clock).plan(problem), status="not_improved")
+        table = _TablePlan(problem, self._clock, self._clock.monotonic() + problem.time_limit_s)
+        table.search()
+        return table.result()
 
 
-def _start(problem: PlanningProblem) -> _Search:
-    """The greedy plan, its heights and the combinatorial bounds."""
-    limits = limits_of(problem)
-    loads = problem.total_loads
-    plans = plan_layers(problem, limits, loads)
-    bounds = [
-        bound * _fair(limits, problem, load) for bound, load in zip(imbalance_bounds(problem, limits), loads, strict=True)
-    ]
-    search = _Search(problem, limits, Layout.of(problem, limits), loads, plans, [], bounds, problem.time_limit_s)
-    search.heights = [height_of(search.row(layer), loads[layer], limits) for layer in range(len(plans))]
-    return search
+@dataclass(slots=True, eq=False)
+class _TablePlan:
+    """The plan of a table in the making. hints: rows to start from, shape (L, P); plans: greedy's."""
 
+    problem: PlanningProblem
+    clock: Clock
+    deadline: float
+    limits: Limits = field(init=False)
+    layout: Layout = field(init=False)
+    plans: list[LayerPlan | None] = field(init=False)
+    hints: Int32Array = field(init=False)
+    layers: list[ExactLayer] = field(init=False)
 
-def _fair(limits: Limits, problem: PlanningProblem, load: npt.NDArray[np.float64]) -> float:
-    """Height of a perfectly balanced layer: total load over the capacity of the ranks that serve."""
-    alive = [rank not in problem.topology.dead for rank in problem.topology.rank_ids]
-    return float(load.sum() / limits.capacity[alive].sum())
+    def __post_init__(self) -> None:
+        """Rows to start from, and a search for each layer."""
+        problem = self.problem
+        self.limits = limits_of(problem)
+        self.layout = Layout.of(problem, self.limits)
+        self.plans = plan_layers(problem, self.limits, problem.total_loads)
+        self.hints = problem.current.physical_to_logical.copy()
+        for layer, plan in enumerate(self.plans):
+            if plan is not None:
+                self.hints[layer] = plan.row
+        bounds = imbalance_bounds(problem, self.limits)
+        free = replace(problem, constraints=replace(problem.constraints, num_groups=None, group_price=None))
+        free_layout = Layout.of(free, self.limits)
+        tasks = [layer_task(free, self.limits, free_layout, layer) for layer in range(len(self.plans))]
+        if problem.max_imbalance is not None:
+            self._take_moves_hints(tasks, problem.max_imbalance)
+        self.layers = [self._layer(layer, task, bounds[layer]) for layer, task in enumerate(tasks)]
 
+    def _seconds_left(self) -> float:
+        return self.deadline - self.clock.monotonic()
 
-def _as_bins(row: npt.NDArray[np.int32], limits: Limits) -> npt.NDArray[np.int32]:
-    """Experts of each rank of a row, -1 padded at the end."""
-    bins = row.reshape(limits.usable.shape).copy()
-    for held in bins:
-        held[:] = np.concatenate([held[held >= 0], held[held < 0]])
-    return bins
+    def _take_moves_hints(self, tasks: list[LayerTask], target: float) -> None:
+        """Minmove's row where it is better: at the target with fewer moves, or nearer to it."""
+        seconds = max(0.0, self._seconds_left() * HINT_SHARE)
+        quick = replace(self.problem, certify=False, front=False, work_budget=None, time_limit_s=seconds)
+        rows = MinMovePolicy(clock=self.clock).plan(quick).physical_to_logical
+        for layer, task in enumerate(tasks):
+            mine, other = (self._worth(task, row, target) for row in (self.hints[layer], rows[layer]))
+            if other < mine:
+                self.hints[layer] = rows[layer]
 
+    def _worth(self, task: LayerTask, row: Int32Array, target: float) -> tuple[float, int]:
+        """What makes a row better than another: height above the target, then moves."""
+        height = float(task.heights(row.reshape(task.held.shape)).max())
+        held = residencies(row, num_ranks=task.num_ranks, num_logical=task.num_logical)
+        return max(0.0, height - target * task.fair * (1 + ROUNDING)), int((held & (task.price >= 1.0)).sum())
 
-def _is_distinct(bins: npt.NDArray[np.int32]) -> bool:
-    """Whether no rank holds an expert twice."""
-    return all(np.unique(held[held >= 0]).size == int((held >= 0).sum()) for held in bins)
+    def _layer(self, layer: int, task: LayerTask, bound: float) -> ExactLayer:
+        """The search of one layer. Soft groups: prices and homes are those of the layer's own task."""
+        problem, size = self.problem, task.num_logical
+        price, off_home = task.price, np.zeros(task.price.shape, np.bool_)
+        groups = problem.constraints.num_groups or 1
+        strict = has_strict_groups(problem)
+        if groups > 1 and not strict:
+            price = layer_task(problem, self.limits, self.layout, layer).price
+            off_home = price > task.price
+        return ExactLayer(
+            task=task,
+            price=price,
+            group_of=np.arange(size) // (size // groups) if strict else None,
+            off_home=off_home,
+            target=problem.max_imbalance,
+            bins=packed(self.hints[layer].reshape(task.held.shape)),
+            bound=bound * task.fair,
+            seed=problem.seed,
+            seconds_left=self._seconds_left,
+        )
 
+    def search(self) -> None:
+        """Search layer by layer, those with the largest gap first."""
+        order = sorted(range(len(self.layers)), key=lambda layer: (-self.layers[layer].gap, layer))
+        open_layers = [layer for layer in order if not self.layers[layer].optimal]
+        given = self.problem.work_budget
+        work = WORK[self.problem.effort] if given is None else given / 1000
+        for number, layer in enumerate(open_layers):
+            share = work / (len(open_layers) - number)
+            work -= self.layers[layer].search(share if given is not None else min(share, WORK_PER_LAYER))
 
-def _solve_layer(search: _Search, layer: int, work: float) -> None:
-    """Try to better one layer's row, part by part, and to prove it."""
-    limits, load, table = search.limits, search.loads[layer], search.problem.current
-    known = _as_bins(search.row(layer), limits)
-    if not _is_distinct(known):
-        return
-    parts = _parts_of(search, known)
-    bins, proven_bound, floor = known.copy(), 0.0, 0.0
-    rank_heights = kernels.loads_of_bins(known, load) / limits.capacity
-    for ranks, experts in sorted(parts, key=lambda part: (-rank_heights[part[0]].max(), part[0][0])):
-        height = float(rank_heights[ranks].max())
-        if height <= floor:
-            break  # the layer is as high as a part that was tried already
-        index = np.full(table.num_logical + 1, -1, np.int64)
-        index[experts] = np.arange(experts.size)
-        part = part_of(load[experts], ranks, limits)
-        if num_variables(part, height) > VARIABLES_MAX:
-            break
-        if search.seconds_left <= 0:
-            search.cut_off = True
-            break
-        hint = index[known[ranks]].astype(np.int32)
-        solution = solve_part(part, hint, height, work=work, time_limit_s=search.seconds_left, seed=search.problem.seed)
-        search.seconds_left -= solution.wall_s
-        search.cut_off |= solution.cut_off
-        proven_bound = solution.lower_bound
-        if solution.bins is not None:
-            bins[ranks] = np.where(solution.bins >= 0, experts[solution.bins], -1)
-        floor = max(floor, float((kernels.loads_of_bins(bins, load) / limits.capacity)[ranks].max()))
-    if len(parts) == 1 and limits.distinct:
-        search.bounds[layer] = max(search.bounds[layer], min(proven_bound, search.heights[layer]))
-    _take_if_better(search, layer, bins)
+    def result(self) -> RawPlan:
+        """The plan with what was proven of the rows that were finally chosen."""
+        plans = [self._plan_of(layer) for layer in range(len(self.layers))]
+        rows, limited = within_move_limits(self.problem, self.limits, plans)
+        claims, proven = [], True
+        for layer, row in zip(self.layers, rows, strict=True):
+            layer.bins = packed(row.reshape(layer.task.held.shape))
+            claims.append(min(layer.bound, layer.height) / layer.task.fair if layer.task.fair > 0 else 1.0)
+            proven &= layer.optimal
+        targeted = self.problem.max_imbalance is not None
+        return RawPlan(
+            physical_to_logical=rows,
+            shares=with_shares(self.problem, rows),
+            lower_bound=tuple(claims),
+            moves_lower_bound=tuple(layer.moves_bound or 0 for layer in self.layers) if targeted else (),
+            status="limited" if limited else self._status(proven=proven),
+            cut_off=any(layer.cut_off for layer in self.layers),
+        )
 
+    def _plan_of(self, layer: int) -> LayerPlan | None:
+        """The best row of a layer, its experts in the slots they hold; None = the live row stays."""
+        known, current = self.layers[layer], self.problem.current.physical_to_logical[layer]
+        task, plan = known.task, self.plans[layer]
+        row = self.hints[layer]
+        if known.improved and known.by_moves:
+            row = align_slots(current, known.bins.reshape(-1), num_ranks=task.num_ranks, usable=task.usable.reshape(-1))
+        elif known.improved:
+            row = row_near(known.bins, current, task.usable, self.layout.kinds, task.num_logical)
+        if np.array_equal(row, current):
+            return None
+        before = float(task.heights().max()) if plan is None else plan.before
+        moves = count_moves(current, row, num_ranks=task.num_ranks, num_logical=task.num_logical)
+        return LayerPlan(row, before, float(task.heights(row.reshape(task.held.shape)).max()), moves)
 
-def _parts_of(search: _Search, bins: npt.NDArray[np.int32]) -> list[Part]:
-    """The parts that a legal packing consists of: what each node holds when groups matter, else everything."""
-    serving = np.flatnonzero(search.limits.room > 0)
-    if not search.layout.nodes:
-        return [(serving, np.arange(search.problem.current.num_logical))]
-    node_of = search.layout.node_of
-    parts = []
-    for node in search.layout.nodes:
-        ranks = serving[node_of[serving] == node]
-        held = np.unique(bins[ranks])
-        parts.append((ranks, held[held >= 0].astype(np.int64)))
-    return parts
-
-
-def _take_if_better(search: _Search, layer: int, bins: npt.NDArray[np.int32]) -> None:
-    """Turn bins into a row near the live one and keep it when it is lower than what was known."""
-    limits, table = search.limits, search.problem.current
-    current = table.physical_to_logical[layer]
-    row = row_near(bins, current, limits.usable, search.layout.kinds, table.num_logical)
-    height = height_of(row, search.loads[layer], limits)
-    if height >= search.heights[layer] * (1 - 1e-9):
-        return
-    plan = search.plans[layer]
-    before = search.heights[layer] if plan is None else plan.before
-    moves = count_moves(current, row, num_ranks=table.num_ranks, num_logical=table.num_logical)
-    search.plans[layer] = LayerPlan(row, before, height, moves)
-    search.heights[layer] = height
-    search.improved = True
-
-
-def _result(search: _Search, rows: npt.NDArray[np.int32]) -> RawPlan:
-    """The plan with what was proven of the rows that were finally chosen."""
-    heights = [height_of(row, load, search.limits) for row, load in zip(rows, search.loads, strict=True)]
-    optimal = all(height <= bound * (1 + OPTIMAL_GAP) for height, bound in zip(heights, search.bounds, strict=True))
-    claims = []
-    for height, bound, load in zip(heights, search.bounds, search.loads, strict=True):
-        fair = _fair(search.limits, search.problem, load)
-        claims.append(min(bound, height) / fair if fair > 0 else 1.0)
-    return RawPlan(
-        physical_to_logical=rows,
-        lower_bound=tuple(claims),
-        status="optimal" if optimal else "feasible" if search.improved else "not_improved",
-        cut_off=search.cut_off,
-    )
+    def _status(self, *, proven: bool) -> str:
+        """The word, and what was too large for the exact model."""
+        word = "optimal" if proven else "feasible" if any(layer.improved for layer in self.layers) else "not_improved"
+        large = [layer.too_large for layer in self.layers if layer.too_large and not layer.optimal]
+        if not large:
+            return word
+        return (
+            f"{word} ({len(large)} of {len(self.layers)} layers too large for the exact model:"
+            f" {max(large)} variables, at most {VARIABLES_MAX})"
+        )

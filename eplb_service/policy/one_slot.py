@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from ortools.graph.python import min_cost_flow
 
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.layer_task import Float64Array, Int32Array, Int64Array, LayerTask
@@ -163,6 +162,8 @@ def _by_flow(task: LayerTask, slots: _Slots, needed: Int64Array) -> Int64Array |
     Exactly the copies needed flow: a row with more keeps its rules when copies are taken away, and costs no less. Copies that
     are there, cost nothing and are in nobody's way stay beside them.
     """
+    from ortools.graph.python import min_cost_flow  # noqa: PLC0415  (a while to import, rarely needed)
+
     size = slots.ranks.size
     pinned = task.pinned[slots.ranks]
     if task.pinned.sum() > pinned.sum() or (pinned.sum(axis=1) > 1).any() or (pinned & ~task.allowed[slots.ranks]).any():
