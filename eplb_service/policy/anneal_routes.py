@@ -32,7 +32,8 @@ ROUNDING = 1e-12
 
 MISPLACED_PRICE = 100.0
 """What it costs, in moves, that a fair height of tokens may go to another copy than equal parts say, where an engine routes by
-static tables (see `static_dispatch`): there are nearly always placements as good on which both agree."""
+static tables (see `static_dispatch`): there are nearly always placements as good on which both
+agree. Where none is found the target goes first: then it costs nothing."""
 
 
 class Routes(NamedTuple):

@@ -21,7 +21,7 @@ from eplb_service.policy.move_limits import LayerPlan
 from eplb_service.policy.task_layers import is_met
 
 NEAR_BALANCE = 1.003
-"""Imbalance that is as good as perfect: below it, fewer hops are worth more."""
+"""Imbalance that is as good as perfect: at or below it a row stays, and fewer hops are worth more than better balance."""
 
 STEPS_PER_SLOT = 600
 """Annealing steps for each usable slot of a layer, when the problem gives no work budget."""
@@ -45,6 +45,7 @@ def nearest_plans(
     steps = STEPS_PER_SLOT * limits.num_slots
     if problem.work_budget is not None:
         steps = problem.work_budget // table.num_layers
+    limit = max(NEAR_BALANCE, problem.max_imbalance or NEAR_BALANCE)
     result, cut_off = list(plans), False
     for layer, plan in enumerate(plans):
         task = layer_task(problem, limits, layout, layer)
@@ -55,8 +56,12 @@ def nearest_plans(
         search = LayerSearch(task, start, seed_of(problem.seed, task.layer_id), MANY, intake_max, routes_of(problem, layer))
         usable = bool((task.held == table.physical_to_logical[layer].reshape(task.held.shape)).all())
         live = search.found(task.held[task.usable]) if usable and is_met(task, task.held) else None
-        low = search.cheapest_routes(max(NEAR_BALANCE, problem.max_imbalance or NEAR_BALANCE), steps, expired)
+        if live is not None and live.height <= limit * (1.0 + GAIN_MIN):
+            result[layer] = None
+            continue
+        low = search.cheapest_routes(limit, steps, expired)
         if low is None:
+            search.ignore_static_tables()
             low = search.lowest(search.lowest_known(), np.inf, steps, expired)
         cut_off |= search.cut_off
         if live is not None and live.height <= low.height * (1.0 + GAIN_MIN):
