@@ -9,20 +9,25 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from agent.hook.config import VARIABLES, HookConfig
+from benchmarks.planner import ROWS
+from benchmarks.planning_page import blocks_of, commands_of, make_files
+from benchmarks.report import END, START
 from demo.ranks import ranks
-from eplb_service.cli.root import root
+from eplb_service.cli.root import root, run
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "deploy").glob("*.md"))]
+PLANNING = ROOT / "docs" / "planning.md"
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def command_lines(text: str) -> Iterator[list[str]]:
     """Words after `eplb` of every command line: in code blocks, and in `code` that has more than a command's name."""
-    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text.replace("\\\n", " "), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     lines += [code.replace("\n", " ") for code in re.findall(r"`(eplb [^`]+)`", prose)]
@@ -53,8 +58,12 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_every_command_line_is_one_that_the_commands_take(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_line_is_one_that_the_commands_take(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EPLB_PLANNER", "127.0.0.1:7470")
+    monkeypatch.chdir(tmp_path)
+    for block in blocks_of(PLANNING.read_text()):
+        if block.language == "toml":
+            make_files(block, tmp_path)  # --fleet is read when a line is parsed
     wrong = []
     for words in command_lines(page.read_text()):
         try:
@@ -112,10 +121,78 @@ def test_files_of_settings_in_the_documentation_load(tmp_path: Path) -> None:
     from eplb_service.config import load_config
 
     blocks = [
-        block for page in PAGES for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        block
+        for page in PAGES
+        for block in re.findall(r"^```toml\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        if not block.startswith(("# fleet.toml", "[project"))
     ]
     assert blocks
     for block in blocks:
         file = tmp_path / "planner.toml"
         file.write_text(block)
         assert load_config(file=file).given()
+
+
+LAYERS_RUN, WORK_RUN = 2, 200_000
+
+
+def test_every_command_of_the_planning_page_does_what_it_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On the first layers of the page's loads, which takes seconds; `make planning-page` runs them whole."""
+    monkeypatch.chdir(tmp_path)
+    wrong, ran = [], 0
+    for block in blocks_of(PLANNING.read_text()):
+        if make_files(block, tmp_path):
+            for file in tmp_path.glob("*.npy"):
+                np.save(file, np.load(file)[:LAYERS_RUN])
+            continue
+        refusals = [
+            shown.startswith("eplb: ") for shown in re.split(r"^\$ .*\n(?:    .*\n)*", block.content, flags=re.MULTILINE)[1:]
+        ]
+        for command, is_refused in zip(commands_of(block), refusals, strict=True):
+            words = re.sub(r" --effort \w+", "", command)  # a small budget of work instead
+            code = run([*shlex.split(words)[1:], "--work-budget", str(WORK_RUN)])
+            said = capsys.readouterr()
+            ran += 1
+            if (code != 0) != is_refused or "not installed" in said.err:
+                wrong.append(f"{command}: exit code {code}, {said.err}")
+    assert wrong == []
+    assert ran > 20
+
+
+def test_planning_page_shows_every_option_of_plans_from_files() -> None:
+    from eplb_service.cli.plan import GROUPS, plan
+
+    text = PLANNING.read_text()
+    live = set(GROUPS["Dry run on a planner (without --load)"])
+    missing = [
+        option.opts[0]
+        for option in plan.params
+        if option.name not in live and not any(re.search(rf"{flag}\b", text) for flag in option.opts)
+    ]
+    in_file = {key.replace("_", "-") for key in re.findall(r"^(\w+) = ", text, re.MULTILINE)}
+    assert [flag for flag in missing if flag.removeprefix("--") not in in_file] == []
+
+
+def test_table_of_figures_is_of_rows_that_the_benchmark_has() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for name in ("figures", "seeds", "sizes", "planners"):
+        assert text.count(START.format(name=name)) == text.count(END.format(name=name)) == 1
+    table = text.split(START.format(name="figures"))[1].split(END.format(name="figures"))[0]
+    shown = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert shown == [row.what for row in ROWS]
+
+
+def test_policy_in_the_documentation_is_the_example_whole() -> None:
+    text = (ROOT / "docs" / "policies.md").read_text()
+    assert (ROOT / "examples" / "policy_plugin" / "trade_policy.py").read_text() in text
+
+
+def test_policies_in_the_documentation_are_those_installed() -> None:
+    from importlib.metadata import entry_points
+
+    text = (ROOT / "docs" / "policies.md").read_text()
+    shown = set(re.findall(r"^## `(\w+)`", text, re.MULTILINE))
+    ours = {entry.name for entry in entry_points(group="eplb.policies") if entry.value.startswith("eplb_service.")}
+    assert shown == ours
