@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,8 @@ from eplb_service.policy.base import (
 from eplb_service.policy.feasibility import check_feasible
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
+
+SOFT_PRICE = 20.0
 
 COMPILE_LIMIT_S = 3600.0
 """Time limit of a warm-up: compiling takes as long as it takes. A policy that was cut off would leave its loops uncompiled."""
@@ -56,17 +59,25 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
 
 
 def warm_up_policy(policy: Policy, name: str) -> None:
-    """Run a policy under even and nearest dispatch, and with a barred rank, and check its answers.
+    """Run a policy once and check its answer; then under nearest dispatch, with a barred rank and with soft groups.
 
-    Raises PolicyFailedError when one is unusable, or what the policy raises.
+    A policy that cannot do the latter is not refused for it: who asks for them will be told. Raises PolicyFailedError when the
+    first answer is unusable, or what the policy raises.
     """
     plain = tiny_problem()
+    verify(plain, run_policy(policy, plain), policy=name, solve_s=0.0)
     for problem in (
-        plain,
         replace(plain, dispatch=Dispatch.NEAREST),
         replace(plain, constraints=Constraints(barred=frozenset({ExpertOnRank(2, 0)}))),
+        replace(
+            plain,
+            topology=Topology.regular(num_ranks=2, num_nodes=2),
+            constraints=Constraints(num_groups=3, group_price=SOFT_PRICE),
+        ),
     ):
-        verify(problem, run_policy(policy, problem), policy=name, solve_s=0.0)
+        # A policy is foreign code and may raise anything.
+        with contextlib.suppress(Exception):
+            run_policy(policy, problem)
 
 
 if __name__ == "__main__":  # what an image or an installation runs once, so that no first plan waits for the compiler

@@ -130,7 +130,7 @@ def test_bound_by_the_hottest_copy_holds_under_every_dispatch() -> None:
     assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == pytest.approx(100 / 51)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(tiny_problems(), st.data())
 def test_accepts_what_a_reader_of_slots_accepts_and_nothing_else(problem: PlanningProblem, data: st.DataObject) -> None:
     try:
@@ -153,3 +153,78 @@ def test_accepts_what_a_reader_of_slots_accepts_and_nothing_else(problem: Planni
         assert (proposal.costs is not None and proposal.costs.num_kept_faults > 0) == any(
             promises_broken(row, layer, problem) for layer, row in enumerate(rows)
         )
+
+
+@pytest.mark.parametrize(
+    ("constraints", "message"),
+    [
+        (Constraints(max_move_bytes=15), "16 bytes to move; at most 15 are allowed"),
+        (Constraints(max_layers=1), "2 layers change; at most 1 may"),
+        (Constraints(max_moves_per_layer=1), "layer 3: 2 moves; at most 1 are allowed"),
+        (Constraints(max_moves_per_rank=1), "rank 7 takes in 2 experts|rank 3 takes in 2 experts"),
+    ],
+)
+def test_every_limit_on_moves_is_checked(constraints: Constraints, message: str) -> None:
+    with pytest.raises(PolicyFailedError, match=message):
+        check(of(NEW), problem_with(constraints=constraints))
+
+
+def test_front_holds_the_plan_and_keeping_what_is_there_by_ascending_moves_without_dominated_points() -> None:
+    one_layer = np.array([CURRENT.physical_to_logical[0], NEW[1]], np.int32)
+    worse = np.array([[1, 2, 0, 1], [0, 1, 2, 1]], np.int32)
+    raw = of(NEW, front=(one_layer, worse, np.array(NEW)))
+    proposal = check(raw, problem_with(front=True))
+    moves = [point.moves.experts for point in proposal.front]
+    assert moves == sorted(moves)
+    assert proposal.front[0].placement == CURRENT
+    assert any(point.placement == proposal.placement for point in proposal.front)
+    assert not any(np.array_equal(point.placement.physical_to_logical, worse) for point in proposal.front)
+    assert check(raw).front == ()
+
+
+def test_points_of_a_front_are_checked_like_the_plan() -> None:
+    bad = np.array([[0, 0, 1, 2], NEW[1]], np.int32)
+    with pytest.raises(PolicyFailedError, match="layer 3: rank position 0 holds expert 0 twice"):
+        check(of(NEW, front=(bad,)), problem_with(front=True))
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ((1,), "1 lower bounds on moves for 2 layers"),
+        ((-1, 0), "layer 3: claims at least -1 moves"),
+        ((0.5, 0), "layer 3: claims at least 0.5 moves"),
+        ((True, 0), "layer 3: claims at least True moves"),
+        ((9, 0), "layer 3: claims that no placement within 2.0 takes fewer than 9 moves, its own has"),
+    ],
+)
+def test_claims_on_moves_that_the_plan_refutes_are_refused(claims: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(PolicyFailedError, match=message):
+        check(of(NEW, moves_lower_bound=claims), problem_with(max_imbalance=2.0))
+
+
+def test_claims_on_moves_add_up_and_mean_nothing_without_a_target() -> None:
+    assert check(of(NEW, moves_lower_bound=(1, 1)), problem_with(max_imbalance=1.0)).moves_lower_bound == 2
+    assert check(of(NEW, moves_lower_bound=(1, 1))).moves_lower_bound is None
+
+
+def test_shares_are_for_weighted_engines_and_must_add_up() -> None:
+    shares = np.array([[0.5, 1, 1, 0.5], [1, 0.5, 1, 0.5]], np.float32)
+    with pytest.raises(PolicyFailedError, match="shares for an engine that dispatches by even"):
+        check(of(NEW, shares=shares))
+    assert check(of(NEW, shares=shares), problem_with(dispatch=Dispatch.WEIGHTED)).placement.shares is not None
+    with pytest.raises(PolicyFailedError, match="add up to"):
+        check(of(NEW, shares=shares * np.float32(0.5)), problem_with(dispatch=Dispatch.WEIGHTED))
+
+
+def test_soft_groups_are_counted_not_refused() -> None:
+    current = Table("m", (0,), 4, RANKS, np.array([[0, 1, 2, 3]], np.int32))
+    problem = PlanningProblem(
+        loads=np.ones((1, 1, 4)),
+        topology=Topology(RANKS, ("a", "b")),
+        current=current,
+        constraints=Constraints(num_groups=2, group_price=3.0),
+    )
+    costs = check(of([[0, 2, 1, 3]]), problem).costs
+    assert costs is not None
+    assert costs.off_node == 2.0
