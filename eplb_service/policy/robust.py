@@ -15,18 +15,21 @@ from types import MappingProxyType
 import numpy as np
 
 from eplb_service.clock import Clock, SystemClock
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.policy.base import Effort, LoadShape, PlanningProblem, RawPlan
 from eplb_service.policy.front import Point, joined_front, within_limits
 from eplb_service.policy.greedy import plan_layers
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_search import seed_of
-from eplb_service.policy.layer_task import Int32Array, layer_task
+from eplb_service.policy.layer_task import Float64Array, Int32Array, layer_task
 from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.minmove import MinMovePolicy
 from eplb_service.policy.move_limits import MoveAccount
 from eplb_service.policy.robust_layer import ScenarioLayer
 from eplb_service.policy.scenarios import scenarios_of
 from eplb_service.policy.shares import front_shares, with_shares
+from eplb_service.policy.task_layers import is_met
 
 WORTH_OF_LAYER = 0.1
 """Fall of expected imbalance that moving all slots of a layer must bring; one move of N slots must bring 1/N of it."""
@@ -57,16 +60,19 @@ class RobustPolicy:
     def plan(self, problem: PlanningProblem) -> RawPlan:
         """Plan one table. Raises InvalidInputError when experts, groups or moves do not fit the constraints."""
         deadline = self._clock.monotonic() + problem.time_limit_s
-        table = _Table(problem)
+        table = _Table(problem, self._clock)
+        table.start()
         table.search(lambda: self._clock.monotonic() >= deadline)
         return table.result()
 
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """The plan of a table in the making. fronts: points of each layer, the start's among them; chosen: the one to go to."""
+    """The plan of a table in the making. mean: of the scenarios, shape (L, E). fronts: points of each layer, by moves."""
 
     problem: PlanningProblem
+    clock: Clock
+    mean: Float64Array = field(init=False)
     limits: Limits = field(init=False)
     layers: list[ScenarioLayer] = field(init=False)
     fronts: list[tuple[Point, ...]] = field(init=False, default_factory=list)
@@ -84,14 +90,34 @@ class _Table:
             )
             for layer in range(table.num_layers)
         ]
-        if problem.from_nothing:
-            self._start_from_greedy(np.tensordot(weights, scenarios, axes=1))
+        self.mean = np.tensordot(weights, scenarios, axes=1)
 
-    def _start_from_greedy(self, mean: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> None:
-        """Begin with the greedy plan of the scenarios' mean, shape (L, E), where nothing needs to stay."""
-        problem = replace(self.problem, loads=mean[None], source_loads=None)
-        for layer, plan in zip(self.layers, plan_layers(problem, self.limits, mean), strict=True):
-            layer.start = layer.start if plan is None else plan.row
+    def start(self) -> None:
+        """Begin with a plan for the scenarios' mean where that is better than what is live, moves counted."""
+        problem = replace(self.problem, loads=self.mean[None], source_loads=None, dispatch=Dispatch.EVEN, certify=False)
+        if problem.from_nothing:
+            plans = plan_layers(problem, self.limits, self.mean)
+            rows = [layer.start if plan is None else plan.row for layer, plan in zip(self.layers, plans, strict=True)]
+        else:
+            short = replace(
+                problem,
+                effort=Effort.QUICK,
+                front=False,
+                work_budget=None if problem.work_budget is None else problem.work_budget // 4,
+                time_limit_s=problem.time_limit_s / 4,
+            )
+            rows = list(MinMovePolicy(clock=self.clock).plan(short).physical_to_logical)
+        for layer, row in zip(self.layers, rows, strict=True):
+            if self._priced(layer, row) < self._priced(layer, layer.start):
+                layer.start = row
+
+    def _priced(self, layer: ScenarioLayer, row: Int32Array) -> float:
+        """Expected imbalance of a row, and what its moves are worth; infinite for a row that is not legal."""
+        bins = np.asarray(row, np.int32).reshape(layer.task.held.shape)
+        if not is_met(layer.task, bins):
+            return np.inf
+        worth = 0.0 if self.problem.from_nothing else self._worth(layer)
+        return layer.expected(row) + worth * layer.moves_of(row)
 
     def search(self, expired: Callable[[], bool]) -> None:
         """Find the points of every layer; a layer that time does not suffice for has only its start."""
@@ -163,16 +189,16 @@ class _Table:
         found: dict[int, Point] = {}
         for layer in order:
             state = self.layers[layer]
-            why = account.why_not(layer, state.start)
+            why = account.why_not(layer, state.rest)
             if why is not None and self._must_mend(layer):
                 raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
-            row = state.start if why is None else rows[layer]
+            row = state.rest if why is None else rows[layer]
             account.take(layer, row)
             found[layer] = Point(row, state.moves_of(row), state.expected(row) * state.fair)
         for layer, state in enumerate(self.layers):
             start.append(found[layer])
             points = [found[layer]]
-            if np.array_equal(found[layer].row, state.start):
+            if np.array_equal(found[layer].row, state.rest):
                 points += [
                     Point(point.row, point.moves, point.tokens * state.fair)
                     for point in self.fronts[layer]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eplb_service.policy.compiled import compiled_nogil
+from eplb_service.policy.compiled import compiled_nogil, inlined, unowned
 from eplb_service.policy.kernels import BoolArray, Float64Array, Int32Array, Int64Array
 
 SQUARINGS = 4
@@ -76,7 +76,7 @@ class RobustRecord(NamedTuple):
     rows: Int32Array
 
 
-@compiled_nogil
+@inlined
 def cost_of(layer: RobustLayer, power_sum: Float64Array) -> float:
     """Weighted mean over scenarios of the power mean of heights; 1 = perfectly balanced."""
     total = 0.0
@@ -88,7 +88,7 @@ def cost_of(layer: RobustLayer, power_sum: Float64Array) -> float:
     return total
 
 
-@compiled_nogil
+@inlined
 def reckon(layer: RobustLayer, state: RobustState) -> float:
     """Heights, copies and moves of the slots as they are; the cost."""
     num_ranks, num_scenarios = state.height.shape
@@ -121,14 +121,14 @@ def reckon(layer: RobustLayer, state: RobustState) -> float:
     return cost_of(layer, state.power_sum)
 
 
-@compiled_nogil
+@inlined
 def add_to_rank(layer: RobustLayer, state: RobustState, rank: int, expert: int, share: float) -> None:
     """Put a share of an expert's load more on a rank's new heights."""
     for scenario in range(state.power_sum.size):
         state.new_height[rank, scenario] += layer.loads[expert, scenario] * share * layer.inverse[rank]
 
 
-@compiled_nogil
+@inlined
 def finish_rank(state: RobustState, rank: int) -> None:
     """Powers of a rank's new heights, and the new sums."""
     for scenario in range(state.new_sum.size):
@@ -139,13 +139,13 @@ def finish_rank(state: RobustState, rank: int) -> None:
         state.new_sum[scenario] += power - state.power[rank, scenario]
 
 
-@compiled_nogil
+@inlined
 def may_hold(layer: RobustLayer, state: RobustState, rank: int, expert: int) -> bool:
     """Whether a rank may take a copy: it is not barred and has none."""
     return expert < 0 or not (layer.closed[rank, expert] or state.count_on[rank, expert] > 0)
 
 
-@compiled_nogil
+@inlined
 def stays_spread(layer: RobustLayer, state: RobustState, expert: int, without: int, with_rank: int) -> bool:
     """Whether an expert is on two domains still after it left a rank (and went to another; -1 = to none)."""
     if expert < 0 or not layer.spread[expert]:
@@ -160,7 +160,7 @@ def stays_spread(layer: RobustLayer, state: RobustState, expert: int, without: i
     return False
 
 
-@compiled_nogil
+@inlined
 def price_of(layer: RobustLayer, state: RobustState, rank: int, old: int, new: int) -> tuple[float, int]:
     """Price and moves of replacing a copy on a rank by another expert's; -1 = none."""
     price, moves = 0.0, 0
@@ -173,7 +173,7 @@ def price_of(layer: RobustLayer, state: RobustState, rank: int, old: int, new: i
     return price, moves
 
 
-@compiled_nogil
+@inlined
 def try_exchange(  # noqa: C901  # one look at two slots: what forbids it, what it costs, what it changes
     layer: RobustLayer, state: RobustState, slot: int, other: int, cost: float, worth: float, slack: float
 ) -> float:
@@ -219,7 +219,7 @@ def try_exchange(  # noqa: C901  # one look at two slots: what forbids it, what 
     return new_cost
 
 
-@compiled_nogil
+@inlined
 def try_replace(  # noqa: C901  # as above
     layer: RobustLayer, state: RobustState, slot: int, new: int, cost: float, worth: float, slack: float
 ) -> float:
@@ -266,7 +266,7 @@ def try_replace(  # noqa: C901  # as above
     return new_cost
 
 
-@compiled_nogil
+@inlined
 def note(state: RobustState, record: RobustRecord, cost: float) -> None:
     """Record the state where it is the best with as many moves."""
     moves = state.moves[0]
@@ -290,6 +290,7 @@ def anneal_scenarios(
 
     The temperature falls evenly to none. Patience: -ln of evenly spread numbers in (0, 1). Keeps up the record.
     """
+    layer, state, record = unowned(layer), unowned(state), unowned(record)
     cost = reckon(layer, state)
     note(state, record, cost)
     bits = np.uint64(seed) * np.uint64(2862933555777941757) + np.uint64(3037000493)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.moves import align_slots, residencies
+from eplb_service.moves import residencies
 from eplb_service.policy.anneal import PATIENCE
 from eplb_service.policy.front import Point, pareto
 from eplb_service.policy.layer_task import BoolArray, Float64Array, Int32Array, LayerTask
+from eplb_service.policy.matching import align
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.robust_kernel import RobustLayer, RobustRecord, RobustState, anneal_scenarios
 from eplb_service.policy.task_layers import is_met
@@ -24,13 +25,15 @@ class ScenarioLayer:
     """A layer to search.
 
     loads: shape (K, E), tokens in each scenario; weights: shape (K,), adding up to 1. fresh: shape (R, E), residencies that are
-    moves. start: the row that searches begin with, shape (P,). legal: the live row keeps every constraint.
+    moves. rest: the live row, shape (P,), mended where it is not legal. start: the row that searches begin with. legal: the
+    live row keeps every constraint.
     """
 
     task: LayerTask
     loads: Float64Array
     weights: Float64Array
     fresh: BoolArray
+    rest: Int32Array
     start: Int32Array
     legal: bool
 
@@ -39,7 +42,8 @@ class ScenarioLayer:
         """From the live row, shape (P,); one that is not legal is repaired. Raises InvalidInputError when that cannot be."""
         fresh = ~residencies(row, num_ranks=task.num_ranks, num_logical=task.num_logical)
         legal = is_met(task, task.held) and bool((row.reshape(task.held.shape)[~task.usable] < 0).all())
-        return cls(task, loads, weights, fresh, row if legal else repaired_row(task), legal)
+        rest = row if legal else repaired_row(task)
+        return cls(task, loads, weights, fresh, rest, rest, legal)
 
     @property
     def idle(self) -> bool:
@@ -76,13 +80,15 @@ class ScenarioLayer:
         return float((work / self.task.capacity[:, None]).max(axis=0) @ self.weights) / self.fair
 
     def search(self, worths: tuple[float, ...], *, usual_worth: float, steps: int, seed: int) -> tuple[Point, ...]:
-        """The points found by ascending moves and falling cost, the start's among them.
+        """The points found by ascending moves and falling cost; what `rest` and `start` hold among them if nothing beats it.
 
         worths: what a move must save, in expected imbalance, in each of as many searches that share the steps.
         """
         arrays, slots = self._arrays()
         first = self.start.reshape(-1)[slots].astype(np.int32)
         record = RobustRecord(np.full(slots.size + 1, np.inf), np.tile(first, (slots.size + 1, 1)))
+        rest = _state_of(arrays, self.rest[slots].astype(np.int32))
+        anneal_scenarios(arrays, rest, record, PATIENCE, 0.0, 0.0, 0, seed)
         for index, worth in enumerate(worths):
             state = _state_of(arrays, first)
             temperature = TEMPERATURE * max(worth, usual_worth)
@@ -91,8 +97,8 @@ class ScenarioLayer:
         for moves in np.flatnonzero(np.isfinite(record.costs)).tolist():
             row = np.full(self.start.size, -1, np.int32)
             row[slots] = record.rows[moves]
-            aligned = align_slots(self.task.held.reshape(-1), row, num_ranks=self.task.num_ranks, usable=self.task.usable)
-            points.append(Point(aligned, moves, float(record.costs[moves])))
+            aligned = align(row.reshape(self.task.held.shape), self.task.held, self.task.usable)
+            points.append(Point(aligned.reshape(-1), moves, float(record.costs[moves])))
         return pareto(points)
 
     def _arrays(self) -> tuple[RobustLayer, npt.NDArray[np.int64]]:
