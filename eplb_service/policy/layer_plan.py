@@ -10,9 +10,10 @@ from eplb_service.policy.anneal_routes import Routes
 from eplb_service.policy.front import Point, pareto
 from eplb_service.policy.layer_search import Expired, Found, LayerSearch
 from eplb_service.policy.layer_task import Int32Array, Int64Array, LayerTask
+from eplb_service.policy.matching import row_near
 from eplb_service.policy.one_slot import fewest_moves_one_slot
 from eplb_service.policy.repair import repaired_row
-from eplb_service.policy.task_layers import is_met
+from eplb_service.policy.task_layers import is_met, plan_task
 
 ROUNDING = 1e-9
 """Excess over a height, in fair heights, that is rounding."""
@@ -31,6 +32,9 @@ LADDER = 6
 
 IMPROVING = 0.1
 """Share of the steps for a better row within the limits on moves."""
+
+GREEDY_STEPS = 200
+"""Exchanges of the greedy row that a search starts from when it has found none at the target itself."""
 
 BOUND_SLACK = 1e-3
 """How close to a lower bound above the target a layer need come, relative."""
@@ -55,7 +59,8 @@ def noise_allowance(task: LayerTask, target: float) -> float:
 class LayerPlanner:
     """One layer. target: most imbalance; bound: a lower bound on imbalance; steps: annealing steps in all.
 
-    even: whether copies share evenly. routes: of the layer's tokens; None = even split.
+    even: whether copies share evenly. kinds: ranks of equal numbers may exchange what they hold, shape (R,). routes: of the
+    layer's tokens; None = even split.
     settled: no search is needed. legal: whether the live row may stay. chosen: the row that is taken; at first the live one,
     mended. best: the cheapest row at the target; fallback: what is taken when no row at the target is known; None = none yet.
     """
@@ -68,6 +73,7 @@ class LayerPlanner:
     moves_max: int
     intake_max: Int64Array
     even: bool
+    kinds: Int64Array
     routes: Routes | None = None
     legal: bool = field(init=False)
     settled: bool = field(init=False, default=False)
@@ -121,7 +127,7 @@ class LayerPlanner:
         """Look once more, or for the best balance there is when no row at the target is known."""
         if self.best is not None:
             self.look(share, expired)
-        elif not self.settled:
+        elif not self.settled and not expired():  # greedy's row is no answer to a search that had no time
             self._look_for_lowest(int(self.steps * share), expired)
 
     def _look_for_lowest(self, steps: int, expired: Expired) -> None:
@@ -135,11 +141,26 @@ class LayerPlanner:
             if self.best is not None:
                 return
             steps -= steps // 2
-        low = self.search.lowest(self.search.lowest_known(), np.inf, steps // 2, expired)
+        low = self.search.lowest(self._lowest_begin(), np.inf, steps // 4, expired)
         close = max(self.reachable, low.height * (1.0 + LOWEST_SLACK))
-        found = self.search.fewest(close, steps - steps // 2, expired)
-        self.fallback = low if found is None or found.moves >= low.moves else found
+        low = self.search.cheaper(low, close, steps // 2, expired)
+        found = self.search.fewest(close, steps - 3 * (steps // 4), expired)
+        self.fallback = low if found is None or found.cost >= low.cost else found
         self._note(self.fallback)
+
+    def _lowest_begin(self) -> Found:
+        """The lowest row known; where moves are not limited, greedy's too, which is built from nothing."""
+        known = self.search.lowest_known()
+        if not self.even or self.moves_max < int(self.task.room.sum()):
+            return known
+        off_home = self.task.price > 1.0
+        bins = plan_task(self.task, off_home=off_home, target=self.target, steps_max=GREEDY_STEPS)
+        live = self.task.held.reshape(-1)
+        row = row_near(bins, live, self.task.usable, self.kinds, self.task.num_logical).reshape(self.task.held.shape)
+        if not is_met(self.task, row):
+            return known
+        greedy = self.search.found(row[self.task.usable])
+        return greedy if greedy.height < known.height else known
 
     def level(self, share: float, expired: Expired) -> None:
         """Better balance at the price of the row that was chosen."""

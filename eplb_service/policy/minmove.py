@@ -116,6 +116,7 @@ class _TablePlan:
                 moves_max=min(account.per_layer, account.moves, MANY),
                 intake_max=intake_max,
                 even=problem.dispatch in (Dispatch.EVEN, Dispatch.HASHED),
+                kinds=layout.kinds,
                 routes=routes_of(problem, layer),
             )
             for layer, layer_id in enumerate(problem.current.layer_ids)
