@@ -19,6 +19,7 @@ from eplb_service.policy.anneal_state import Layer, State, layer_of, new_state
 from eplb_service.policy.base import PlanningProblem, Policy, Proposal
 from eplb_service.policy.greedy import GreedyPolicy
 from eplb_service.policy.groups import Layout
+from eplb_service.policy.ilp import IlpPolicy
 from eplb_service.policy.layer_task import layer_task
 from eplb_service.policy.limits import limits_of
 from eplb_service.policy.minmove import MinMovePolicy
@@ -284,6 +285,18 @@ def test_greedy_keeps_a_row_that_is_good_under_nearest_though_even_split_says_ot
     good = planned(problem, GreedyPolicy()).placement
     again = planned(replace(problem, current=good), GreedyPolicy())
     assert again.moves.experts == 0
+
+
+def test_the_exact_policy_says_that_nothing_is_proven_under_other_dispatches() -> None:
+    topology = Topology.regular(num_ranks=4, num_nodes=2)
+    table = Table.linear(model="m", layer_ids=(0,), num_logical=6, rank_ids=range(4), slots_per_rank=2)
+    loads = np.array([[[60.0, 50.0, 10.0, 8.0, 6.0, 5.0]]])
+    for dispatch, statuses in ((Dispatch.NEAREST, {"not_improved"}), (Dispatch.WEIGHTED, {"feasible", "not_improved"})):
+        problem = PlanningProblem(loads=loads, topology=topology, current=table, dispatch=dispatch)
+        proposal = planned(problem, IlpPolicy())
+        assert proposal.status in statuses
+        assert proposal.predicted.worst <= proposal.before.worst + 1e-9
+        assert (proposal.placement.shares is not None) == (dispatch is Dispatch.WEIGHTED)
 
 
 @st.composite
