@@ -24,7 +24,7 @@ WARM = ("greedy", "minmove")
 
 def compiled_versions() -> dict[str, int]:
     """Kernel → number of type signatures that it was compiled for in this process, over all modules of policies."""
-    versions = {}
+    versions: dict[str, int] = {}
     for name, module in sorted(sys.modules.items()):
         if name.startswith("eplb_service.policy."):
             found = {f"{name}.{part}": getattr(module, part) for part in dir(module)}
