@@ -85,6 +85,8 @@ class ScenarioLayer:
         worths: what a move must save, in expected imbalance, in each of as many searches that share the steps.
         """
         arrays, slots = self._arrays()
+        if not arrays.movable.size:
+            steps = 0  # all that is there is pinned: nothing to try
         first = self.start.reshape(-1)[slots].astype(np.int32)
         record = RobustRecord(np.full(slots.size + 1, np.inf), np.tile(first, (slots.size + 1, 1)))
         rest = _state_of(arrays, self.rest[slots].astype(np.int32))

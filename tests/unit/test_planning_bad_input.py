@@ -12,7 +12,7 @@ import pytest
 from eplb_service.errors import InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy.base import Constraints, PlanningProblem, Proposal, RawPlan
+from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, Proposal, RawPlan
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
 from eplb_service.policy.warm_up import run_policy
@@ -119,6 +119,16 @@ def test_odd_shapes_and_counts_are_planned(policy: str, loads: list[list[float]]
     assert not proposal.placement.uncovered()
     assert np.isfinite(proposal.predicted.worst)
     assert proposal.predicted.worst <= proposal.before.worst * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "robust"])
+def test_a_layer_in_which_everything_is_pinned_leaves_nothing_to_try(policy: str) -> None:
+    for loads, num_ranks in (([[1.0]], 1), ([[3.0, 1.0]], 2)):
+        problem = problem_of(loads, num_ranks=num_ranks, slots=1)
+        held = enumerate(problem.current.physical_to_logical[0].tolist())
+        constraints = Constraints(pinned=frozenset(ExpertOnRank(expert, rank) for rank, expert in held))
+        proposal = plan(replace(problem, constraints=constraints), policy)
+        assert proposal.placement == problem.current
 
 
 @pytest.mark.parametrize("policy", ["greedy", "minmove", "elastic"])
