@@ -98,6 +98,8 @@ class _Table:
         if problem.from_nothing:
             plans = plan_layers(problem, self.limits, self.mean)
             rows = [layer.start if plan is None else plan.row for layer, plan in zip(self.layers, plans, strict=True)]
+        elif problem.work_budget == 0:
+            return
         else:
             short = replace(
                 problem,
