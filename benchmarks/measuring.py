@@ -13,7 +13,7 @@ from benchmarks.peers import Planner
 from eplb_service.dispatch import imbalance_of
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary, residency_moves
-from eplb_service.placement import Table
+from eplb_service.placement import EMPTY_SLOT, Table
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy, policy_names
 from eplb_service.policy.verify import verify
@@ -72,9 +72,15 @@ def score(problem: PlanningProblem, rows: npt.NDArray[np.int32], cpu_s: float = 
     return Scored(
         imbalance=imbalance_of(problem.total_loads, after, problem.topology, problem.dispatch),
         moves=residency_moves(now, after, problem.topology),
-        doubled=sum(len(set(held)) < len(held) for layer in after.by_rank().tolist() for held in layer),
+        doubled=_doubled(after),
         cpu_s=cpu_s,
     )
+
+
+def _doubled(table: Table) -> int:
+    """Ranks that hold an expert twice, over all layers; empty slots are no copies."""
+    held = np.sort(table.by_rank(), axis=2)
+    return int(((held[:, :, 1:] == held[:, :, :-1]) & (held[:, :, 1:] != EMPTY_SLOT)).any(axis=2).sum())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

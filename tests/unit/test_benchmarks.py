@@ -58,6 +58,10 @@ def test_planner_that_is_not_installed_is_no_failure_of_the_benchmark() -> None:
     start = score(problem, problem.current.physical_to_logical)
     assert (start.moves.experts, start.doubled) == (0, 0)
     assert start.imbalance.worst > 1.5
+    rows = problem.current.physical_to_logical.copy()
+    rows[0, [0, 1]] = -1  # two empty slots are no doubled expert, two copies are
+    rows[0, [9, 10]] = 7
+    assert score(problem, rows).doubled == 1
 
 
 def test_commands_of_a_page_are_run_again_and_their_output_put_in(tmp_path: Path) -> None:
