@@ -44,7 +44,7 @@ class DemoOptions:
 
     ranks: int = 4
     seconds: float = 60.0
-    policy: str = "minmove"
+    policy: str = "greedy"
     keep_running: bool = False
     port: int = 0
     seed: int = 1
