@@ -258,7 +258,7 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
         (("placement", "diff", "0", "77"), 2, "has no generation 77"),
         (("placement", "show", "--layer", "9"), 2, "chat has no MoE layer 9; its layers are 0, 1, 2"),
         (("placement", "show", "--layer", "9", "--output", "json"), 2, "chat has no MoE layer 9"),
-        (("plan", "--policy", "gredy"), 2, "there is no policy 'gredy'; installed: greedy, ilp"),
+        (("plan", "--policy", "gredy"), 2, "there is no policy 'gredy'; installed: elastic, greedy, ilp"),
         (("rebalance", "--policy", "gredy"), 2, "there is no policy 'gredy'"),
         (("rebalance", "--key", "k" * 129), 2, "idempotency key of 129 characters: give 1 to 128 printable characters"),
         (("rebalance", "--key", ""), 2, "idempotency key of 0 characters"),
