@@ -103,6 +103,11 @@ class Ledger:
             self.spans[-1].closed = True
             self._changed_at = self._boundary
 
+    @property
+    def steps_since_change(self) -> int:
+        """Steps that are known of since the prompts changed, or since the first."""
+        return self._boundary - (self._changed_at or 0)
+
     def _note_served(self, span: Span, inspections: Sequence[Inspection]) -> None:
         slots = span.table.slots_per_rank
         for inspection in inspections:

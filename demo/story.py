@@ -30,7 +30,9 @@ JUDGE_TIMEOUT_S = 180.0
 RANKS_STOP_S = 30.0
 TICK_S = 0.05
 ROUND_S = 12.0
-"""Least time for one kind of prompts when it is served on past `seconds`."""
+ROUND_STEPS = 4 * PLANNING_WINDOWS * WINDOW_STEPS
+"""Least time and steps for one kind of prompts when it is served on past `seconds`: a generation is planned from these
+prompts, goes live and is compared before they change, however slow the machine is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,20 +187,26 @@ class _Story:
         """Go through the kinds of prompts again until there are generations enough to prove anything by."""
         kinds, wanted = self._options.kinds, self._options.generations_wanted
         until_s = self._now + self._options.patience_s
-        round_s = max(ROUND_S, self._options.seconds / len(kinds))
         if len(self._ledger.comparisons()) < wanted:
             self._screen.event(
                 f"served on until {wanted} generations can be compared, at most {self._options.patience_s:.0f} s"
             )
         for kind in itertools.cycle(kinds):
-            round_end_s = self._phases[-1].begin_s + round_s
-            while self._now < min(round_end_s, until_s):
-                if self._num_compared() >= wanted:
+            while not self._round_over():
+                if self._num_compared() >= wanted or self._now >= until_s:
                     return
                 self._turn()
-            if self._now >= until_s:
-                return
             self._enter(kind)
+
+    def _round_over(self) -> bool:
+        """Whether the prompts of now have been served long enough to change."""
+        options = self._options
+        least_s = max(ROUND_S, options.seconds / len(options.kinds))
+        return (
+            len(options.kinds) > 1
+            and self._now - self._phases[-1].begin_s >= least_s
+            and self._ledger.steps_since_change >= ROUND_STEPS
+        )
 
     def _num_compared(self) -> int:
         return sum(not comparison.of_prompts_before for comparison in self._ledger.comparisons())

@@ -594,7 +594,7 @@ def test_watch_shows_every_state_that_the_live_map_settles_in() -> None:
 
 def test_bad_policy_in_the_configuration_ends_the_start() -> None:
     async def scenario() -> None:
-        with pytest.raises(InvalidInputError, match=r"planning\.policy is 'greedyy'.*use greedy"):
+        with pytest.raises(InvalidInputError, match=r"planning\.policy is 'greedyy'.*use elastic or greedy or"):
             await Service(config_of(planning__policy="greedyy"), store=FlakyStore(), solver=InlineSolver()).start()  # type: ignore[arg-type]
 
     run(scenario())
