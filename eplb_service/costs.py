@@ -9,7 +9,7 @@ Saving and cost are both *time in which the deployment serves less*, so they can
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from eplb_service.errors import InvalidInputError
@@ -207,8 +207,3 @@ def _first(name: str, given: GivenCosts, measured: MeasuredCosts, origins: dict[
             return value
     origins[name] = Origin.ASSUMED
     return assumed
-
-
-def given_names() -> tuple[str, ...]:
-    """Names of what an operator may give."""
-    return tuple(part.name for part in fields(GivenCosts))

@@ -37,8 +37,7 @@ class Dispatch(StrEnum):
 def reachable_slots(table: Table, topology: Topology) -> Int32Array:
     """The map with the slots of dead ranks emptied. Shape (L, R, S), int32, -1 = empty or dead."""
     by_rank = table.by_rank().copy()
-    dead = [position for position, rank in enumerate(topology.rank_ids) if rank in topology.dead]
-    by_rank[:, dead, :] = -1
+    by_rank[:, ~np.array(topology.alive), :] = -1
     return by_rank
 
 
@@ -102,7 +101,7 @@ def source_parts(table: Table, topology: Topology, source_loads: npt.ArrayLike |
 
     Dead ranks send 0; an expert of which no serving rank sent a token comes from all of them alike.
     """
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids], np.float64)
+    alive = np.array(topology.alive, np.float64)
     alike: Float64Array = (alive / max(1.0, alive.sum()))[None, :, None]
     if source_loads is None:
         return alike
@@ -120,6 +119,14 @@ def source_parts(table: Table, topology: Topology, source_loads: npt.ArrayLike |
     total = sources.sum(axis=1, keepdims=True)
     parts: Float64Array = np.where(total > 0, sources / np.where(total > 0, total, 1.0), alike)
     return parts
+
+
+def own_work(topology: Topology, tokens: npt.ArrayLike) -> Float64Array:
+    """Work of each rank beside the tokens of layers, in tokens; 0 for dead ranks. Tokens: of each layer, shape (…). (…, R)."""
+    base = topology.base_load or (0.0,) * topology.num_ranks
+    mean = np.asarray(tokens, np.float64)[..., None] / max(1, len(topology.alive_positions()))
+    work: Float64Array = mean * np.where(topology.alive, base, 0.0)
+    return work
 
 
 def on_nodes(values: Float64Array, topology: Topology) -> Float64Array:

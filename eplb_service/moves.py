@@ -64,12 +64,12 @@ NO_MOVES = MoveSummary(
 )
 
 
-def residencies(row: npt.NDArray[np.integer], *, num_ranks: int, num_logical: int) -> npt.NDArray[np.bool_]:
-    """Whether a rank holds an expert. Row: shape (P,). Returns shape (R, E)."""
-    by_rank = np.asarray(row).reshape(num_ranks, -1)
-    held = np.zeros((num_ranks, num_logical + 1), np.bool_)
-    held[np.arange(num_ranks)[:, None], by_rank] = True
-    return held[:, :-1]
+def residencies(rows: npt.NDArray[np.integer], *, num_ranks: int, num_logical: int) -> npt.NDArray[np.bool_]:
+    """Whether a rank holds an expert. Rows: shape (…, P). Returns shape (…, R, E)."""
+    by_rank = np.asarray(rows).reshape(-1, rows.shape[-1] // num_ranks)
+    held = np.zeros((by_rank.shape[0], num_logical + 1), np.bool_)  # the last column takes empty slots
+    held[np.arange(by_rank.shape[0])[:, None], by_rank] = True
+    return held[:, :-1].reshape(*rows.shape[:-1], num_ranks, num_logical)
 
 
 def count_moves(before: npt.NDArray[np.integer], after: npt.NDArray[np.integer], *, num_ranks: int, num_logical: int) -> int:
@@ -98,7 +98,7 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
     if expert_bytes and len(expert_bytes) != before.num_layers:
         raise InvalidInputError(f"{len(expert_bytes)} expert sizes for {before.num_layers} layers")
     sizes = list(expert_bytes) or [0] * before.num_layers
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
+    alive = np.array(topology.alive)
     node_of = np.array(topology.node_indices)
     by_link = dict.fromkeys(LinkKind, 0)
     without_source = experts = rewritten_slots = layers = 0

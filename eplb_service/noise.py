@@ -8,8 +8,6 @@ grid: no random numbers, the same answer on every machine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -29,16 +27,6 @@ SUB_WINDOWS_MIN = 4
 
 DRIFT_GROWTH = 4.0
 """Half means of a random walk of n steps differ by a variance of n/3 steps over 4/n of noise, window means by 2n/3 over 2/n."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreshImbalance:
-    """Imbalance that a placement is expected to show on a fresh window, with its standard error."""
-
-    mean: float
-    mean_error: float
-    worst: float
-    worst_error: float
 
 
 def normal_cdf(x: Float64Array) -> Float64Array:
@@ -171,19 +159,3 @@ def rank_moments(
     means = np.where(total[:, None] > 0, (first + base) / fair, 1.0)
     errors = np.where(total[:, None] > 0, np.sqrt(variance / safe[:, None]) / fair, 0.0)
     return means, errors
-
-
-def fresh_imbalance(moments: Sequence[tuple[Float64Array, Float64Array]]) -> FreshImbalance:
-    """From the rank moments of every table: imbalance on a fresh window, mean over layers and worst layer."""
-    by_table = [largest_by_row(means, errors) for means, errors in moments]
-    expected = np.concatenate([means for means, _ in by_table])
-    error = np.concatenate([errors for _, errors in by_table])
-    worst, worst_error = largest_of_normals(
-        np.concatenate([means.ravel() for means, _ in moments]), np.concatenate([errors.ravel() for _, errors in moments])
-    )
-    return FreshImbalance(
-        mean=float(expected.mean()),
-        mean_error=float(np.sqrt((error**2).sum()) / error.size),
-        worst=worst,
-        worst_error=worst_error,
-    )

@@ -114,6 +114,11 @@ class Topology:
         same = self.nodes[source_position] == self.nodes[target_position]
         return LinkKind.SAME_NODE if same else LinkKind.CROSS_NODE
 
+    @property
+    def alive(self) -> tuple[bool, ...]:
+        """Whether each rank serves. Length R."""
+        return tuple(rank not in self.dead for rank in self.rank_ids)
+
     def alive_positions(self) -> Sequence[int]:
         """Positions of ranks that are not dead, ascending."""
-        return [position for position, rank in enumerate(self.rank_ids) if rank not in self.dead]
+        return [position for position, alive in enumerate(self.alive) if alive]

@@ -76,7 +76,7 @@ def routes_of(problem: PlanningProblem, layer: int) -> Routes:
     shape = (topology.num_ranks, problem.current.num_logical)
     given = source_parts(problem.current, topology, sources)
     parts = np.broadcast_to(given[layer if given.shape[0] > 1 else 0], shape).copy()  # writable: one kernel for all
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids], np.float64)
+    alive = np.array(topology.alive, np.float64)
     return Routes(
         dispatch=NEAREST if nearest else EVEN_WITH_HOPS,
         node_of=np.array(topology.node_indices, np.int64),

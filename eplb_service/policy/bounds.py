@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import Dispatch
+from eplb_service.dispatch import Dispatch, own_work
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.limits import Limits, limits_of
 
@@ -91,9 +91,8 @@ class _Fleet:
     def of(cls, problem: PlanningProblem, limits: Limits) -> _Fleet:
         """The fleet of a problem."""
         topology, constraints = problem.topology, problem.constraints
-        alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
-        base = np.zeros(alive.size) if topology.base_load is None else np.array(topology.base_load, np.float64)
-        base = np.where(alive, base, 0.0) / max(1, int(alive.sum()))
+        alive = np.array(topology.alive)
+        base = own_work(topology, 1.0)
         serving = np.flatnonzero(limits.room > 0)
         node_of = np.array(topology.node_indices)[serving]
         strict = (constraints.num_groups or 1) > 1 and constraints.group_price is None

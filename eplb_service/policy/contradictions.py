@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
+from eplb_service.moves import residencies
 from eplb_service.policy.base import FailureDomain, PlanningProblem
 
 if TYPE_CHECKING:
@@ -318,13 +319,10 @@ def _needed_moves(problem: PlanningProblem, limits: Limits) -> tuple[Int64Array,
     """
     table = problem.current
     shape = (table.num_layers, table.num_ranks)
-    alive = np.array([rank not in problem.topology.dead for rank in problem.topology.rank_ids])
-    by_rank = table.by_rank()
-    held = np.zeros((*shape, table.num_logical + 1), np.bool_)
-    layer, rank = np.indices(shape)
-    held[layer[:, :, None], rank[:, :, None], by_rank] = True
+    alive = np.array(problem.topology.alive)
+    held = residencies(table.physical_to_logical, num_ranks=table.num_ranks, num_logical=table.num_logical)
     # An expert in a slot that goes out of use can stay on its rank without a move.
-    covered = (held[:, :, :-1] & alive[None, :, None]).any(axis=1)
+    covered = (held & alive[None, :, None]).any(axis=1)
     unpinned = np.zeros(shape, np.int64)
     placed = covered.copy()
     for where, position, expert in limits.pins.tolist():

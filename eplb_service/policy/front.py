@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.layer_task import Int32Array
 from eplb_service.policy.move_limits import MoveAccount
 
@@ -87,6 +88,11 @@ def joined_front(fronts: Sequence[Sequence[Point]], points_max: int = POINTS_MAX
     wanted = np.linspace(totals[0], totals[-1], points_max)
     picks = sorted({int(np.abs(totals - moves).argmin()) for moves in wanted.tolist()})
     return [np.stack([point.row for point in states[pick]]) for pick in picks]
+
+
+def front_within_limits(problem: PlanningProblem, fronts: Sequence[Sequence[Point]]) -> tuple[Int32Array, ...]:
+    """The maps of `joined_front` that keep all limits on moves."""
+    return tuple(rows for rows in joined_front(fronts) if MoveAccount(problem).take_all(rows))
 
 
 def within_limits(fronts: Sequence[Sequence[Point]], account: MoveAccount, start: Sequence[Point]) -> list[Point]:

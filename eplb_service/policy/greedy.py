@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.clock import Clock, SystemClock
-from eplb_service.dispatch import Dispatch
+from eplb_service.dispatch import Dispatch, own_work
 from eplb_service.moves import count_moves, residencies
 from eplb_service.policy import plain_layers
 from eplb_service.policy.base import PlanningProblem, RawPlan
 from eplb_service.policy.contradictions import has_strict_groups
 from eplb_service.policy.groups import Layout, grouped_rows
 from eplb_service.policy.kernels import loads_of_bins
-from eplb_service.policy.layer_task import DEFAULT_TARGET, Float64Array, Int32Array, Int64Array, LayerTask, layer_task
+from eplb_service.policy.layer_task import GROUPS_TARGET, Float64Array, Int32Array, Int64Array, LayerTask, layer_task
 from eplb_service.policy.limits import Limits, legal_rows, limits_of
 from eplb_service.policy.matching import row_near
 from eplb_service.policy.move_limits import LayerPlan, within_move_limits
@@ -77,16 +77,6 @@ def height_of(row: npt.NDArray[np.integer], load: Float64Array, limits: Limits, 
     return float(((work if base is None else work + base) / limits.capacity).max())
 
 
-def base_of(problem: PlanningProblem, loads: Float64Array) -> Float64Array:
-    """Work of its own of each rank in each layer, shape (L, R), tokens. Loads: shape (L, E)."""
-    topology = problem.topology
-    if topology.base_load is None:
-        return np.zeros((loads.shape[0], topology.num_ranks))
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
-    base: Float64Array = loads.sum(axis=1)[:, None] / max(1, int(alive.sum())) * np.where(alive, topology.base_load, 0.0)
-    return base
-
-
 def plan_layers(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
     """The new row of each layer, None where the current one stays: it is idle and legal, or no better row was found.
 
@@ -137,7 +127,7 @@ def plan_parts(
 def _plan_plain(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
     """Plans where every expert and slot is like any other."""
     layout = Layout.of(problem, limits)
-    bases = base_of(problem, loads)
+    bases = own_work(problem.topology, loads.sum(axis=1))
     serving = np.flatnonzero(limits.room > 0)
     busy = np.asarray(loads.any(axis=1))
     planned = np.where(busy[:, None], loads, 1.0)
@@ -182,7 +172,7 @@ def _plan_tasks(problem: PlanningProblem, limits: Limits, loads: Float64Array) -
     layout = Layout.of(problem, limits)
     legal = legal_rows(rows, limits, table.num_logical) & grouped_rows(problem)
     reachable = legal_rows(rows, limits.without_copy_rules(), table.num_logical)
-    bases = base_of(problem, loads)
+    bases = own_work(problem.topology, loads.sum(axis=1))
     plans: list[LayerPlan | None] = []
     for layer, load in enumerate(loads):
         if not load.any():
@@ -208,7 +198,7 @@ def _row_of(problem: PlanningProblem, limits: Limits, layout: Layout, load: Floa
         bins = plan_task(
             task,
             off_home=(task.price - ~held) > 0,
-            target=problem.max_imbalance or DEFAULT_TARGET,
+            target=problem.max_imbalance or GROUPS_TARGET,
             steps_max=_steps_max(problem),
         )
     return row_near(bins, current, limits.usable, layout.kinds, load.size)
@@ -216,7 +206,7 @@ def _row_of(problem: PlanningProblem, limits: Limits, layout: Layout, load: Floa
 
 def _by_nodes(problem: PlanningProblem, limits: Limits, layout: Layout, load: Float64Array, layer: int) -> Int32Array:
     """Bins of a layer with strict groups: every node with its groups is planned by itself. Shape (R, S)."""
-    base = base_of(problem, load[None])[0]
+    base = own_work(problem.topology, load.sum())
     best, lowest = np.full(limits.usable.shape, -1, np.int32), np.inf
     for parts in layout.alternatives(problem.current.physical_to_logical[layer], load):
         bins = np.full(limits.usable.shape, -1, np.int32)

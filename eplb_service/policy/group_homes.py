@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.dispatch import own_work
 from eplb_service.errors import InvalidInputError
+from eplb_service.moves import residencies
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.groups import FORBIDDEN, Layout
 from eplb_service.policy.home_kernels import improve_homes
@@ -60,17 +63,16 @@ def node_task(problem: PlanningProblem, layout: Layout, layer: int, load: Float6
     """The task of one layer (its position in the table)."""
     limits, nodes = layout.limits, np.array(layout.home_nodes)
     num_groups, size = layout.num_groups, layout.num_logical // layout.num_groups
-    row = np.where(limits.usable, problem.current.physical_to_logical[layer].reshape(limits.usable.shape), -1)
-    held = np.zeros((limits.room.size, layout.num_logical + 1), np.bool_)
-    held[np.arange(limits.room.size)[:, None], row] = True
-    alive = np.array([rank not in problem.topology.dead for rank in problem.topology.rank_ids])
-    base = np.where(alive, np.array(problem.topology.base_load or (0.0,) * alive.size), 0.0) * load.sum() / alive.sum()
+    row = np.where(limits.usable.reshape(-1), problem.current.physical_to_logical[layer], EMPTY_SLOT)
+    held = residencies(row, num_ranks=limits.room.size, num_logical=layout.num_logical)
+    alive = np.array(problem.topology.alive)
+    base = own_work(problem.topology, load.sum())
     pinned = limits.marked(limits.pins, layer, layout.num_logical)
     barred = limits.marked(limits.bars, layer, layout.num_logical)
     away, may = np.zeros((num_groups, nodes.size), np.int64), np.ones((num_groups, nodes.size), np.bool_)
     for index, node in enumerate(nodes.tolist()):
         on_node = (layout.node_of == node) & (limits.room > 0)
-        away[:, index] = (~held[on_node, :-1].any(axis=0)).reshape(num_groups, size).sum(axis=1)
+        away[:, index] = (~held[on_node].any(axis=0)).reshape(num_groups, size).sum(axis=1)
         closed = barred[on_node].all(axis=0) | pinned[layout.node_of != node].any(axis=0)
         may[:, index] = ~closed.reshape(num_groups, size).any(axis=1)
     capacity = np.where(alive, limits.capacity, 0.0)

@@ -31,6 +31,9 @@ PIECE = 1024 * BLOCK
 ARCHIVE_SLOTS = 1 << 21
 """Bound on the slots of all rows that one layer's archive keeps."""
 
+MANY = 1 << 40
+"""More moves than any layer has."""
+
 ROUTES_SLACK = 1e-6
 """How much dearer routes may get for a lower height, in moves: rounding."""
 

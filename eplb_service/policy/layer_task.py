@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.dispatch import own_work
 from eplb_service.moves import residencies
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import PlanningProblem
@@ -24,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
-DEFAULT_TARGET = 1.01
+GROUPS_TARGET = 1.01
 """Imbalance of nodes that is good enough for homes of groups when the problem names no target."""
 
 
@@ -112,7 +113,7 @@ def layer_task(
         return _with_homes(problem, task, home)
     nodes = node_task(problem, layout, layer, task.load)
     price = problem.constraints.group_price
-    aim = Aim(target=problem.max_imbalance or DEFAULT_TARGET, price=price)
+    aim = Aim(target=problem.max_imbalance or GROUPS_TARGET, price=price)
     serving = task.capacity[task.room > 0]
     homes = choose_homes(nodes, task.load, aim, task.fair * float(serving.mean()))
     grouped = _with_homes(problem, task, home_of_experts(layout, homes))
@@ -127,13 +128,12 @@ def layer_task(
 def _without_groups(problem: PlanningProblem, limits: Limits, layout: Layout, layer: int) -> LayerTask:
     """The task by everything but groups."""
     table, topology = problem.current, problem.topology
-    load = problem.total_loads[layer]
+    load = problem.loads[:, layer].sum(axis=0)
     row = table.physical_to_logical[layer].reshape(limits.usable.shape)
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
-    base = np.zeros(table.num_ranks) if topology.base_load is None else np.array(topology.base_load, np.float64)
-    base = np.where(alive, base, 0.0) * (load.sum() / max(1, int(alive.sum())))
+    alive = np.array(topology.alive)
+    base = own_work(topology, load.sum())
     # A rank that holds an expert in a slot that goes out of use can keep it in another slot without a move.
-    price = (~residencies(row, num_ranks=table.num_ranks, num_logical=table.num_logical)).astype(np.float64)
+    price = (~residencies(row.reshape(-1), num_ranks=table.num_ranks, num_logical=table.num_logical)).astype(np.float64)
     pinned = limits.marked(limits.pins, layer, table.num_logical)
     spread = np.zeros(table.num_logical, np.bool_) if limits.protected is None else limits.protected[layer].copy()
     task = LayerTask(

@@ -8,6 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
+from eplb_service.moves import residencies
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import ExpertOnRank, FailureDomain, PlanningProblem, Resilience
 from eplb_service.policy.contradictions import check_constraints
 
@@ -190,9 +192,8 @@ def broken_promises(row: npt.NDArray[np.integer], limits: Limits, layer: int, nu
     broken: dict[tuple[int, int], str] = {}
     if limits.plain:
         return broken
-    by_rank = np.where(limits.usable, np.asarray(row).reshape(limits.usable.shape), -1)
-    held = np.zeros((limits.room.size, num_logical + 1), np.bool_)
-    held[np.arange(limits.room.size)[:, None], by_rank] = True
+    usable = np.where(limits.usable.reshape(-1), row, EMPTY_SLOT)
+    held = residencies(usable, num_ranks=limits.room.size, num_logical=num_logical)
     for _, rank, expert in limits.pins[limits.pins[:, 0] == layer].tolist():
         if not held[rank, expert]:
             broken[rank, expert] = f"expert {expert} is pinned to rank position {rank} but is not there"
@@ -201,7 +202,7 @@ def broken_promises(row: npt.NDArray[np.integer], limits: Limits, layer: int, nu
             broken[rank, expert] = f"rank position {rank} holds expert {expert}, which is barred from it"
     if limits.protected is not None:
         domains = np.zeros((int(limits.domain_of.max()) + 1, num_logical), np.bool_)
-        np.logical_or.at(domains, limits.domain_of, held[:, :-1])
+        np.logical_or.at(domains, limits.domain_of, held)
         for expert in np.flatnonzero(limits.protected[layer] & (domains.sum(axis=0) < 2)).tolist():
             broken[-1, expert] = f"expert {expert} must be in two failure domains but is in {int(domains[:, expert].sum())}"
     return broken

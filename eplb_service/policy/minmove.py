@@ -16,18 +16,17 @@ import numpy as np
 
 from eplb_service.clock import Clock, SystemClock
 from eplb_service.dispatch import Dispatch
-from eplb_service.errors import InvalidInputError
 from eplb_service.policy.anneal_routes import routes_of
 from eplb_service.policy.base import Effort, PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
-from eplb_service.policy.front import Point, joined_front, within_limits
+from eplb_service.policy.front import Point, front_within_limits, within_limits
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_plan import LayerPlanner
-from eplb_service.policy.layer_search import seed_of
+from eplb_service.policy.layer_search import MANY, seed_of
 from eplb_service.policy.layer_task import Int32Array, layer_task
-from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.limits import Limits, limits_of
 from eplb_service.policy.move_bounds import certificates
-from eplb_service.policy.move_limits import MoveAccount
+from eplb_service.policy.move_limits import MoveAccount, layers_to_mend
 from eplb_service.policy.shares import front_shares, with_shares
 
 DEFAULT_TARGET = 1.02
@@ -47,9 +46,6 @@ QUICK_LOOK, LONG_LOOK, SECOND_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1
 
 WITH_FRONT = 0.6
 """Share of the steps for the plan itself when a front is needed too."""
-
-MANY = 1 << 40
-"""More moves than any layer has."""
 
 
 def steps_of(problem: PlanningProblem, limits: Limits) -> int:
@@ -145,19 +141,18 @@ class _TablePlan:
 
     def _fits(self) -> bool:
         """Whether the chosen rows keep all limits on moves."""
-        account = MoveAccount(self.problem)
-        return all(account.take(layer, planner.row) for layer, planner in enumerate(self.planners))
+        return MoveAccount(self.problem).take_all(planner.row for planner in self.planners)
 
     def result(self) -> RawPlan:
         """The plan, with a front when asked."""
         limited = not self._fits()
         rows = self._limited_rows() if limited else np.stack([planner.row for planner in self.planners])
-        front = self._front() if self.problem.front else []
+        front = self._front() if self.problem.front else ()
         bounds = certificates(self.problem, self.target, rows, expired=self.expired) if self.problem.certify else ()
         return RawPlan(
             physical_to_logical=rows,
             shares=with_shares(self.problem, rows),
-            front=tuple(front),
+            front=front,
             front_shares=front_shares(self.problem, front),
             moves_lower_bound=bounds,
             status=self._status(bounds, limited=limited),
@@ -200,28 +195,14 @@ class _TablePlan:
         start = [planner.held for planner in self.planners]
         open_layers = {layer for layer, planner in enumerate(self.planners) if planner.legal}
         broken = [layer for layer, planner in enumerate(self.planners) if not planner.legal]
-        for layer in sorted(broken, key=lambda layer: (not self._must_mend(layer), layer)):
+        for layer, must in layers_to_mend(self.problem, self.limits, broken):
             rest = self.planners[layer].point(self.planners[layer].search.rest)
-            why = account.why_not(layer, rest.row)
-            if why is None:
-                account.take(layer, rest.row)
+            if account.mend(layer, rest.row, must=must):
                 start[layer] = rest
                 open_layers.add(layer)
-            elif self._must_mend(layer):
-                raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
         return start, open_layers
 
-    def _must_mend(self, layer: int) -> bool:
-        """Whether the live row of a layer cannot stay at all."""
-        table = self.problem.current
-        return row_fault(table.physical_to_logical[layer], self.limits.without_copy_rules(), table.num_logical) is not None
-
-    def _front(self) -> list[Int32Array]:
+    def _front(self) -> tuple[Int32Array, ...]:
         """Maps of the whole table along the front that keep all limits."""
         fronts = [planner.front(planner.point(planner.search.rest)) for planner in self.planners]
-        maps = []
-        for rows in joined_front(fronts):
-            account = MoveAccount(self.problem)
-            if all(account.take(layer, row) for layer, row in enumerate(rows)):
-                maps.append(rows)
-        return maps
+        return front_within_limits(self.problem, fronts)

@@ -117,7 +117,7 @@ def _certificate(task: LayerTask, target: float, row: Int32Array, limits: Limits
     """The bound of one layer whose plan is the row."""
     if task.fair <= 0 or row_fault(task.held.reshape(-1), limits, task.num_logical) is not None:
         return 0
-    there = residencies(row, num_ranks=task.num_ranks, num_logical=task.num_logical)
+    there = residencies(row.reshape(-1), num_ranks=task.num_ranks, num_logical=task.num_logical)
     moves = int((there & (task.price > 0)).sum())
     reached = float(task.heights(row).max()) / task.fair
     return min(moves, moves_bound(task, max(target, reached), work=work, enough=moves))

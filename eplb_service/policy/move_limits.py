@@ -7,6 +7,7 @@ exchanges against its busiest rank as do.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_task import Int32Array, Int64Array, LayerTask, layer_task
-from eplb_service.policy.limits import Limits, legal_rows, limits_of
+from eplb_service.policy.limits import Limits, legal_rows, limits_of, row_fault
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.task_layers import is_met, relieve
 
@@ -101,6 +102,19 @@ class MoveAccount:
         self._changed[layer] = not np.array_equal(row, self._live[layer])
         return True
 
+    def take_all(self, rows: Iterable[Int32Array]) -> bool:
+        """Take the rows of all layers, in order, if they fit together."""
+        return all(self.take(layer, row) for layer, row in enumerate(rows))
+
+    def mend(self, layer: int, row: Int32Array, *, must: bool) -> bool:
+        """Take a row that mends the live one, if it fits. Raises InvalidInputError when it must and does not."""
+        if self.take(layer, row):
+            return True
+        if must:
+            why = self.why_not(layer, row)
+            raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
+        return False
+
     def moves_left(self, layer: int) -> int:
         """Most moves that a layer which has none yet could make."""
         size = int(self._expert_bytes[layer])
@@ -117,6 +131,13 @@ class MoveAccount:
     def may_change(self, layer: int) -> bool:
         """Whether a layer has changed, or may still."""
         return bool(self._changed[layer]) or int(self._changed.sum()) < self.layers
+
+
+def layers_to_mend(problem: PlanningProblem, limits: Limits, broken: Sequence[int]) -> list[tuple[int, bool]]:
+    """Layers whose live rows are not legal, and whether they must be mended: first those that cannot stay at all."""
+    table, least = problem.current, limits.without_copy_rules()
+    must = {layer: row_fault(table.physical_to_logical[layer], least, table.num_logical) is not None for layer in broken}
+    return sorted(must.items(), key=lambda item: (not item[1], item[0]))
 
 
 def within_move_limits(problem: PlanningProblem, limits: Limits, plans: list[LayerPlan | None]) -> tuple[Int32Array, bool]:
@@ -143,11 +164,7 @@ def _share_out(problem: PlanningProblem, limits: Limits, chosen: dict[int, Layer
     spent = dict.fromkeys(chosen, 0)
     for layer, must in _to_mend(problem, limits, chosen):
         row = repaired_row(tasks[layer])
-        why = account.why_not(layer, row)
-        if why is not None and must:
-            raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
-        if why is None:
-            account.take(layer, row)
+        if account.mend(layer, row, must=must):
             rows[layer] = row
             spent[layer] = int(account.received(layer, row).sum())
             height[layer] = _height(tasks[layer], row)

@@ -14,7 +14,7 @@ from eplb_service.moves import count_moves
 from eplb_service.policy.anneal_routes import routes_of
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.groups import Layout
-from eplb_service.policy.layer_search import LayerSearch, seed_of
+from eplb_service.policy.layer_search import MANY, LayerSearch, seed_of
 from eplb_service.policy.layer_task import layer_task
 from eplb_service.policy.limits import Limits
 from eplb_service.policy.move_limits import LayerPlan
@@ -28,9 +28,6 @@ STEPS_PER_SLOT = 600
 
 GAIN_MIN = 1e-9
 """Relative gain in height below which a row is no better: rounding."""
-
-MANY = 1 << 40
-"""More moves than any layer has."""
 
 
 def nearest_plans(

@@ -7,13 +7,10 @@ that it must, so that answer cannot be bettered. Where it does not work out, a m
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from eplb_service.errors import InvalidInputError
 from eplb_service.moves import align_slots
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.layer_task import Float64Array, Int32Array, Int64Array, LayerTask
-from eplb_service.policy.limits import Limits
 from eplb_service.policy.residency_flow import required_residencies
 
 
@@ -172,38 +169,3 @@ def _as_bins(task: LayerTask, counts: Int64Array) -> Int32Array:
         experts += np.repeat(np.arange(left.size), left).tolist()
         bins[rank, : len(experts)] = experts
     return bins
-
-
-def repair_row(
-    row: npt.NDArray[np.integer], load: npt.NDArray[np.float64], limits: Limits, num_logical: int
-) -> npt.NDArray[np.int32]:
-    """A legal row near the given one by the limits alone (no groups, pins, bars, resilience). Row: (P,); load: (E,).
-
-    Raises InvalidInputError when the experts do not fit the usable slots.
-    """
-    if num_logical > limits.num_slots:
-        raise InvalidInputError(f"{num_logical} experts do not fit {limits.num_slots} usable slots")
-    num_ranks = limits.room.size
-    slots = np.where(limits.usable, np.asarray(row, np.int32).reshape(limits.usable.shape), EMPTY_SLOT).astype(np.int32)
-    held = np.zeros((num_ranks, num_logical + 1), np.bool_)
-    held[np.arange(num_ranks)[:, None], slots] = True
-    return repaired_row(
-        LayerTask(
-            load=load,
-            held=slots,
-            usable=limits.usable,
-            room=limits.room,
-            capacity=limits.capacity,
-            base=np.zeros(num_ranks),
-            fair=float(load.sum() / limits.capacity[limits.room > 0].sum()),
-            allowed=np.repeat((limits.room > 0)[:, None], num_logical, axis=1),
-            pinned=np.zeros((num_ranks, num_logical), np.bool_),
-            price=(~held[:, :-1]).astype(np.float64),
-            copies_min=np.ones(num_logical, np.int64),
-            copies_max=np.full(num_logical, limits.copies_max, np.int64),
-            distinct=limits.distinct,
-            spread=np.zeros(num_logical, np.bool_),
-            domain_of=np.arange(num_ranks, dtype=np.int64),
-            node_of=np.zeros(num_ranks, np.int64),
-        )
-    )

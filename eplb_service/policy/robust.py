@@ -16,16 +16,15 @@ import numpy as np
 
 from eplb_service.clock import Clock, SystemClock
 from eplb_service.dispatch import Dispatch
-from eplb_service.errors import InvalidInputError
 from eplb_service.policy.base import Effort, LoadShape, PlanningProblem, RawPlan
-from eplb_service.policy.front import Point, joined_front, within_limits
+from eplb_service.policy.front import Point, front_within_limits, within_limits
 from eplb_service.policy.greedy import plan_layers
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_search import seed_of
 from eplb_service.policy.layer_task import Float64Array, Int32Array, layer_task
-from eplb_service.policy.limits import Limits, limits_of, row_fault
+from eplb_service.policy.limits import Limits, limits_of
 from eplb_service.policy.minmove import MinMovePolicy
-from eplb_service.policy.move_limits import MoveAccount
+from eplb_service.policy.move_limits import MoveAccount, layers_to_mend
 from eplb_service.policy.robust_layer import ScenarioLayer
 from eplb_service.policy.scenarios import scenarios_of
 from eplb_service.policy.shares import front_shares, with_shares
@@ -146,8 +145,7 @@ class _Table:
         """The plan, with a front when asked."""
         problem = self.problem
         chosen = [self._choose(layer, front) for layer, front in zip(self.layers, self.fronts, strict=True)]
-        account = MoveAccount(problem)
-        limited = not all(account.take(layer, point.row) for layer, point in enumerate(chosen))
+        limited = not MoveAccount(problem).take_all(point.row for point in chosen)
         if limited:
             chosen = self._within_limits(chosen)
         rows = np.stack([point.row for point in chosen])
@@ -187,32 +185,26 @@ class _Table:
         account = MoveAccount(self.problem)
         rows = self.problem.current.physical_to_logical
         start, fronts = [], []
-        order = sorted(range(len(self.layers)), key=lambda layer: (self.layers[layer].legal, not self._must_mend(layer), layer))
-        found: dict[int, Point] = {}
-        for layer in order:
-            state = self.layers[layer]
-            why = account.why_not(layer, state.rest)
-            if why is not None and self._must_mend(layer):
-                raise InvalidInputError(f"to reach every expert without slots that are dead or out of use, {why}")
-            row = state.rest if why is None else rows[layer]
-            account.take(layer, row)
-            found[layer] = Point(row, state.moves_of(row), state.expected(row) * state.fair)
+        broken = [layer for layer, state in enumerate(self.layers) if not state.legal]
+        mended = {
+            layer
+            for layer, must in layers_to_mend(self.problem, self.limits, broken)
+            if account.mend(layer, self.layers[layer].rest, must=must)
+        }
         for layer, state in enumerate(self.layers):
-            start.append(found[layer])
-            points = [found[layer]]
-            if np.array_equal(found[layer].row, state.rest):
+            is_open = state.legal or layer in mended
+            row = state.rest if is_open else rows[layer]
+            first = Point(row, state.moves_of(row), state.expected(row) * state.fair)
+            start.append(first)
+            points = [first]
+            if is_open:
                 points += [
                     Point(point.row, point.moves, point.tokens * state.fair)
                     for point in self.fronts[layer]
-                    if found[layer].moves < point.moves <= wanted[layer].moves
+                    if first.moves < point.moves <= wanted[layer].moves
                 ]
             fronts.append(tuple(points))
         return within_limits(fronts, account, start)
-
-    def _must_mend(self, layer: int) -> bool:
-        """Whether the live row of a layer cannot stay at all."""
-        table = self.problem.current
-        return row_fault(table.physical_to_logical[layer], self.limits.without_copy_rules(), table.num_logical) is not None
 
     def _joined(self) -> tuple[Int32Array, ...]:
         """Maps of the whole table along the front that keep all limits."""
@@ -220,9 +212,4 @@ class _Table:
             tuple(Point(point.row, point.moves, point.tokens * layer.fair) for point in front)
             for layer, front in zip(self.layers, self.fronts, strict=True)
         ]
-        maps = []
-        for rows in joined_front(scaled):
-            account = MoveAccount(self.problem)
-            if all(account.take(layer, row) for layer, row in enumerate(rows)):
-                maps.append(rows)
-        return tuple(maps)
+        return front_within_limits(self.problem, scaled)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.moves import MoveSummary
+from eplb_service.moves import MoveSummary, residencies
 from eplb_service.placement import EMPTY_SLOT, Int32Array
 from eplb_service.policy.base import PlanningProblem
 from eplb_service.policy.contradictions import has_strict_groups
@@ -35,19 +35,11 @@ class Changes:
     @classmethod
     def between(cls, rows: Int32Array, problem: PlanningProblem, limits: Limits, summary: MoveSummary) -> Changes:
         """From the live map to a new one. Rows: shape (L, P)."""
-        new = _residencies(rows, problem)
-        received = (new & ~_residencies(problem.current.physical_to_logical, problem)).sum(axis=2)
+        shape = {"num_ranks": problem.current.num_ranks, "num_logical": problem.current.num_logical}
+        new = residencies(rows, **shape) & ~residencies(problem.current.physical_to_logical, **shape)
+        received = new.sum(axis=2)
         differs = (rows != problem.current.physical_to_logical) & limits.usable.reshape(-1)[None, :]
         return cls(received=received, layers=int(differs.any(axis=1).sum()), summary=summary)
-
-
-def _residencies(rows: Int32Array, problem: PlanningProblem) -> npt.NDArray[np.bool_]:
-    """Whether a rank holds an expert. Shape (L, R, E)."""
-    table = problem.current
-    held = np.zeros((table.num_layers, table.num_ranks, table.num_logical + 1), np.bool_)
-    layer, rank, slot = np.indices((table.num_layers, table.num_ranks, table.slots_per_rank))
-    held[layer, rank, rows.reshape(layer.shape)[layer, rank, slot]] = True
-    return held[:, :, :-1]
 
 
 def move_fault(changes: Changes, problem: PlanningProblem) -> str | None:

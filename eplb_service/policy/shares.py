@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import Dispatch, copies_on_ranks, on_nodes, source_parts
+from eplb_service.dispatch import Dispatch, copies_on_ranks, on_nodes, own_work, source_parts
 from eplb_service.errors import EnvironmentFault, InvalidInputError, PolicyFailedError
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem
@@ -207,18 +207,10 @@ def weighted_shares(
     for layer, load in enumerate(tokens):
         covered = np.where(copies[layer].any(axis=0), load, 0.0)
         split = best_split(
-            copies[layer], covered, capacity, own_work(topology, covered), None if crossing is None else crossing[layer]
+            copies[layer], covered, capacity, own_work(topology, covered.sum()), None if crossing is None else crossing[layer]
         )
         shares[layer] = rounded_shares(table.by_rank()[layer], split.shares)
     return shares
-
-
-def own_work(topology: Topology, load: Float64Array) -> Float64Array:
-    """Work of each rank beside a layer's tokens, in tokens, shape (R,); 0 for dead ranks. Load: shape (E,)."""
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
-    base = np.zeros(topology.num_ranks) if topology.base_load is None else np.array(topology.base_load, np.float64)
-    work: Float64Array = np.where(alive, base, 0.0) * (load.sum() / max(1, int(alive.sum())))
-    return work
 
 
 def with_shares(problem: PlanningProblem, rows: npt.NDArray[np.integer]) -> Float32Array | None:

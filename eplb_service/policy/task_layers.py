@@ -8,7 +8,7 @@ import numpy as np
 
 from eplb_service.policy.exchanges import improve_in_order, note_bins
 from eplb_service.policy.kernels import Rules, allot_in_order, pack_in_order
-from eplb_service.policy.layer_task import BoolArray, Float64Array, Int32Array, Int64Array, LayerTask
+from eplb_service.policy.layer_task import BoolArray, Int32Array, Int64Array, LayerTask
 from eplb_service.policy.repair import repair_bins
 
 
@@ -105,9 +105,3 @@ def is_met(task: LayerTask, bins: Int32Array) -> bool:
     domains = np.zeros((int(task.domain_of.max()) + 1, task.num_logical), np.int64)
     np.add.at(domains, task.domain_of, counts)
     return bool(((domains > 0).sum(axis=0)[task.spread] > 1).all())
-
-
-def height_of_bins(task: LayerTask, bins: Int32Array) -> float:
-    """Largest work over capacity of a rank."""
-    heights: Float64Array = task.heights(bins)
-    return float(heights.max())

@@ -12,7 +12,7 @@ from eplb_service.costs import CostModel, price
 from eplb_service.dispatch import Dispatch, imbalance_of
 from eplb_service.gate import CLEARED_NOISE, GateConfig, GateInputs, TableEvidence, decide
 from eplb_service.horizon import Horizon, PastPlan, WindowSum, measure_horizon
-from eplb_service.noise import fresh_imbalance, rank_moments
+from eplb_service.noise import largest_by_row, rank_moments
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.policy.greedy import GreedyPolicy
@@ -65,7 +65,8 @@ def test_of_the_standard_work_resampled_no_expert_is_moved() -> None:
 
 def true_imbalance(shares: Float64Array, tokens: int, table: Table) -> float:
     """Mean over layers, expected on a window of so many tokens of the true load."""
-    return fresh_imbalance([rank_moments(shares * tokens, table, TOPOLOGY, Dispatch.EVEN, 1.0)]).mean
+    by_layer, _ = largest_by_row(*rank_moments(shares * tokens, table, TOPOLOGY, Dispatch.EVEN, 1.0))
+    return float(by_layer.mean())
 
 
 @pytest.mark.parametrize("part", range(4))
