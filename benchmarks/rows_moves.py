@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.measuring import Measured, Peers, Row, peers_from_own_plans, peers_text, percent, proposal_of, share_of_slots
 from benchmarks.standard import drifted_load, problem_of, resampled, standard_load
+from eplb_service.placement import Table
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 
 NOISE_TOKENS = 2_000_000
@@ -52,36 +54,47 @@ def moves_row(target: float, effort: Effort, *, least: int, least_s: float, aim:
     return measure
 
 
+def starts(seed: int) -> dict[str, Table]:
+    """Plans for the standard load of a seed, by policy: by the fewest moves to the target, and from nothing."""
+    fewest, _, _ = planned_to(1.02, seed, Effort.NORMAL)
+    full, _ = proposal_of("greedy", problem_of(standard_load(seed)))
+    return {"minmove": fewest.placement, "greedy": full.placement}
+
+
 def resample(peers: Peers, seed: int) -> Measured:
     """Noise alone: a plan for W, then 2 M tokens a layer of W; how much is moved with the gate off."""
     load = standard_load(seed)
     before = problem_of(load)
-    first, _ = proposal_of("greedy", before)
-    again = problem_of(
-        resampled(load, NOISE_TOKENS, seed + 1), current=first.placement, max_imbalance=1.02, effort=Effort.QUICK
-    )
-    proposal, cpu_s = proposal_of("minmove", again)
-    share = share_of_slots(proposal.moves, proposal.placement)
+    again = problem_of(resampled(load, NOISE_TOKENS, seed + 1), max_imbalance=1.02, effort=Effort.QUICK)
+    told, shares = [], []
+    for start, first in starts(seed).items():
+        proposal, _ = proposal_of("minmove", replace(again, current=first))
+        shares.append(share_of_slots(proposal.moves, proposal.placement))
+        told.append(
+            f"from {start}'s plan {percent(shares[-1])} of slots ({proposal.moves.experts} moves; worst layer stays at"
+            f" {proposal.predicted.worst:.4f})"
+        )
     return Measured(
-        ours=f"{percent(share)} of slots ({proposal.moves.experts} moves, {cpu_s:.1f} s)",
-        least=share <= 0.001,
-        aim=proposal.moves.experts == 0,
+        ours="; ".join(told),
+        least=max(shares) <= 0.001,
+        aim=max(shares) == 0,
         peers=peers_from_own_plans(peers, before, again, lambda scored: percent(share_of_slots(scored.moves, again.current))),
     )
 
 
 def drift(peers: Peers, seed: int) -> Measured:
-    """Half of the load becomes another one; from the plan for the first."""
+    """Half of the load becomes another one; from plans for the first."""
     before = problem_of(standard_load(seed))
-    first, _ = proposal_of("greedy", before)
-    problem = problem_of(drifted_load(seed), current=first.placement, max_imbalance=1.02, effort=Effort.NORMAL)
-    proposal, cpu_s = proposal_of("minmove", problem)
-    share = share_of_slots(proposal.moves, proposal.placement)
-    met = not layers_over(proposal, 1.02)
+    problem = problem_of(drifted_load(seed), max_imbalance=1.02, effort=Effort.NORMAL)
+    told, shares = [], []
+    for start, first in starts(seed).items():
+        proposal, cpu_s = proposal_of("minmove", replace(problem, current=first))
+        shares.append(share_of_slots(proposal.moves, proposal.placement) if not layers_over(proposal, 1.02) else 1.0)
+        told.append(f"from {start}'s plan {percent(shares[-1])} of slots, {moves_text(proposal, cpu_s, 1.02)}")
     return Measured(
-        ours=f"{percent(share)} of slots, {moves_text(proposal, cpu_s, 1.02)}",
-        least=met and share <= 0.09,
-        aim=met and share <= 0.07,
+        ours="; ".join(told),
+        least=max(shares) <= 0.09,
+        aim=max(shares) <= 0.07,
         peers=peers_from_own_plans(
             peers, before, problem, lambda scored: percent(share_of_slots(scored.moves, problem.current))
         ),
@@ -113,7 +126,7 @@ ROWS = (
         aim="2,000 in 30 s",
         published=SWIFT,
         seeded=True,
-        measure=moves_row(1.01, Effort.NORMAL, least=2300, least_s=5.5, aim=2000, aim_effort=Effort.THOROUGH, aim_s=33.0),
+        measure=moves_row(1.01, Effort.NORMAL, least=2300, least_s=5.0, aim=2000, aim_effort=Effort.THOROUGH, aim_s=30.0),
     ),
     Row(
         name="moves-1.02",
@@ -121,7 +134,7 @@ ROWS = (
         at_least="2,400, no layer over",
         aim="2,200",
         seeded=True,
-        measure=moves_row(1.02, Effort.QUICK, least=2400, least_s=1.1, aim=2200, aim_effort=Effort.QUICK, aim_s=1.1),
+        measure=moves_row(1.02, Effort.QUICK, least=2400, least_s=1.0, aim=2200, aim_effort=Effort.QUICK, aim_s=1.0),
     ),
     Row(
         name="moves-1.05",
@@ -129,7 +142,7 @@ ROWS = (
         at_least="1,600 in 5 s",
         aim="1,420",
         seeded=True,
-        measure=moves_row(1.05, Effort.NORMAL, least=1600, least_s=5.5, aim=1420, aim_effort=Effort.NORMAL, aim_s=5.5),
+        measure=moves_row(1.05, Effort.NORMAL, least=1600, least_s=5.0, aim=1420, aim_effort=Effort.NORMAL, aim_s=5.0),
     ),
     Row(
         name="resample-gate-off",
