@@ -42,7 +42,8 @@ class CostModel:
 
     seconds_per_step: time of one step spent where ranks wait for the busiest, at imbalance 1 (its excess over 1 is lost time).
     horizon_steps: steps that the gain is worth: until the load is expected to drift away.
-    bytes_per_s: rate at which one rank receives weights from its node; cross_node_bytes_per_s: from others (None = the same).
+    bytes_per_s: rate at which one rank receives weights from its node. cross_node_bytes_per_s: rate at which one NIC receives
+    them from others (None = the same); where no NICs are named every rank has its own.
     commit_stall_s: time that one chunk's flip stops every rank.
     copy_interference: share of serving time lost while weights are copied.
     replica_s_per_gib: seconds that a GiB held by replicas is worth over the horizon; 0 = memory is shown, not priced.
@@ -73,7 +74,7 @@ class CostModel:
 
     @property
     def cross_node(self) -> float:
-        """Bytes per second across nodes."""
+        """Bytes per second into one NIC from other nodes."""
         return self.bytes_per_s if self.cross_node_bytes_per_s is None else self.cross_node_bytes_per_s
 
     def origin(self, name: str) -> Origin:
@@ -101,16 +102,18 @@ class MovePrice:
 
 
 def copy_seconds(cost: CostModel, moves: MoveSummary) -> float:
-    """Time that the busiest rank takes to receive its experts; its bytes are split over links as those of all ranks are.
+    """Time that the busiest rank takes to receive its experts, or the busiest NIC, if that takes longer.
 
-    Bytes that no serving rank holds come from a host or a checkpoint, and are counted as crossing nodes.
+    The bytes of the busiest rank are split over links as those of all ranks are. Bytes that no serving rank holds come from a
+    host or a checkpoint, and are counted as crossing nodes.
     """
     within, across = moves.bytes_by_link[LinkKind.SAME_NODE], moves.bytes_by_link[LinkKind.CROSS_NODE]
     across += moves.bytes_without_source
     total = within + across
     if not total:
         return 0.0
-    return moves.bytes_into_busiest_rank * (within / cost.bytes_per_s + across / cost.cross_node) / total
+    rank_s = moves.bytes_into_busiest_rank * (within / cost.bytes_per_s + across / cost.cross_node) / total
+    return max(rank_s, moves.bytes_into_busiest_nic / cost.cross_node)
 
 
 def price(cost: CostModel, moves: Sequence[MoveSummary], *, num_flips: int, replica_bytes: float = 0.0) -> MovePrice:

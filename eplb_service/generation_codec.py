@@ -146,6 +146,7 @@ def _moves(tree: Mapping[str, Any]) -> MoveSummary:
         bytes_by_link={kind: int(tree["bytes_by_link"][kind.value]) for kind in LinkKind},
         bytes_without_source=int(tree["bytes_without_source"]),
         bytes_into_busiest_rank=int(tree["bytes_into_busiest_rank"]),
+        bytes_into_busiest_nic=int(tree.get("bytes_into_busiest_nic", 0)),  # added later
     )
 
 

@@ -26,6 +26,8 @@ class MoveSummary:
     bytes_by_link: bytes copied by the kind of link to the nearest source; SAME_RANK are copies between slots of a rank.
     bytes_without_source: bytes of moves whose expert no serving rank holds (host backup or checkpoint must supply them).
     bytes_into_busiest_rank: most bytes that one rank receives from others; transfers of different ranks run side by side.
+    bytes_into_busiest_nic: most bytes that come in over one NIC (`Topology.nics`), from other nodes or without a source; 0
+    where no NICs are named.
     """
 
     experts: int
@@ -34,6 +36,7 @@ class MoveSummary:
     bytes_by_link: Mapping[LinkKind, int]
     bytes_without_source: int
     bytes_into_busiest_rank: int
+    bytes_into_busiest_nic: int = 0
 
     @property
     def move_bytes(self) -> int:
@@ -51,6 +54,7 @@ class MoveSummary:
             "bytes_by_link": {kind.value: self.bytes_by_link[kind] for kind in LinkKind},
             "bytes_without_source": self.bytes_without_source,
             "bytes_into_busiest_rank": self.bytes_into_busiest_rank,
+            "bytes_into_busiest_nic": self.bytes_into_busiest_nic,
         }
 
 
@@ -102,7 +106,7 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
     node_of = np.array(topology.node_indices)
     by_link = dict.fromkeys(LinkKind, 0)
     without_source = experts = rewritten_slots = layers = 0
-    received = np.zeros(topology.num_ranks, np.int64)
+    received, from_afar = np.zeros((2, topology.num_ranks), np.int64)
     for layer, size in enumerate(sizes):
         old, new = before.physical_to_logical[layer], after.physical_to_logical[layer]
         rewritten = int(((new != old) & (new != EMPTY_SLOT)).sum())
@@ -113,7 +117,8 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
         moved = residencies(new, **shape) & ~residencies(old, **shape)
         on_node = np.zeros((topology.num_nodes, before.num_logical), np.bool_)
         np.logical_or.at(on_node, node_of, held)
-        same_node = int((moved & on_node[node_of]).sum())
+        near = moved & on_node[node_of]
+        same_node = int(near.sum())
         sourced = int((moved & held.any(axis=0)).sum())
         num_moved = int(moved.sum())
         by_link[LinkKind.SAME_NODE] += same_node * size
@@ -121,6 +126,7 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
         by_link[LinkKind.SAME_RANK] += (rewritten - num_moved) * size
         without_source += (num_moved - sourced) * size
         received += moved.sum(axis=1) * size
+        from_afar += (moved & ~near).sum(axis=1) * size
         experts += num_moved
         rewritten_slots += rewritten
         layers += 1
@@ -131,7 +137,17 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
         bytes_by_link=by_link,
         bytes_without_source=without_source,
         bytes_into_busiest_rank=int(received.max()),
+        bytes_into_busiest_nic=_into_busiest_nic(from_afar, topology),
     )
+
+
+def _into_busiest_nic(from_afar: npt.NDArray[np.int64], topology: Topology) -> int:
+    """Most bytes over one NIC, 0 where none are named. From afar: bytes from other nodes into each rank, shape (R,)."""
+    if topology.nics is None:
+        return 0
+    by_nic = np.zeros(topology.num_nics, np.int64)
+    np.add.at(by_nic, np.array(topology.nic_indices), from_afar)
+    return int(by_nic.max())
 
 
 def align_slots(

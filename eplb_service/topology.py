@@ -1,9 +1,9 @@
-"""Where ranks are: ids, nodes, capacities, and who is dead."""
+"""Where ranks are: ids, nodes, the NICs that they share, capacities, and who is dead."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from eplb_service.errors import InvalidInputError
@@ -28,6 +28,8 @@ class Topology:
     dead: ids of ranks that serve nothing now; their slots are -1 in every placement.
     base_load: work of each rank that no placement moves (attention, shared experts), in mean rank loads of a layer: 0.1 = as
     busy as a tenth of the tokens that a rank serves on average; None = none.
+    nics: NIC, or rail, that each rank reaches other nodes by. Names are per node: ranks share a NIC when node and name are
+    equal. None = every rank has one of its own.
 
     >>> Topology.regular(num_ranks=4, num_nodes=2).node_of(2)
     'node1'
@@ -38,6 +40,7 @@ class Topology:
     capacity: tuple[float, ...] | None = None
     dead: frozenset[RankId] = frozenset()
     base_load: tuple[float, ...] | None = None
+    nics: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.rank_ids:
@@ -46,15 +49,18 @@ class Topology:
             raise InvalidInputError(f"rank ids must be unique; got {list(self.rank_ids)}")
         if len(self.nodes) != len(self.rank_ids):
             raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(self.nodes)} node names; give one node for each rank")
-        for name, values in (("capacities", self.capacity), ("base loads", self.base_load)):
+        for name, values in (("capacities", self.capacity), ("base loads", self.base_load), ("NICs", self.nics)):
             if values is not None and len(values) != len(self.rank_ids):
-                raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(values)} {name}")
+                raise InvalidInputError(f"{len(self.rank_ids)} ranks but {len(values)} {name}; give one for each rank")
         if self.capacity is not None and not all(0 < value < float("inf") for value in self.capacity):
             raise InvalidInputError(
                 f"capacities must be finite and > 0; got {list(self.capacity)}; declare a rank that serves nothing dead"
             )
         if self.base_load is not None and not all(0 <= value < float("inf") for value in self.base_load):
             raise InvalidInputError(f"base loads must be finite and >= 0; got {list(self.base_load)}")
+        if self.nics is not None and "" in self.nics:
+            without = self.rank_ids[self.nics.index("")]
+            raise InvalidInputError(f"the NIC of rank {without} has no name; name the NIC of each rank, or of none")
         unknown = self.dead - set(self.rank_ids)
         if unknown:
             raise InvalidInputError(f"dead ranks {sorted(unknown)} are not among the ranks {list(self.rank_ids)}")
@@ -95,6 +101,45 @@ class Topology:
         """Node index (into `node_names`) of each rank position. Length R."""
         index = {name: position for position, name in enumerate(self.node_names)}
         return tuple(index[name] for name in self.nodes)
+
+    @property
+    def nic_indices(self) -> tuple[int, ...]:
+        """Index of each rank position's NIC, in order of first appearance; 0..R-1 where every rank has its own. Length R.
+
+        >>> Topology.regular(num_ranks=4, num_nodes=2).with_nics(1).nic_indices
+        (0, 0, 1, 1)
+        """
+        if self.nics is None:
+            return tuple(range(self.num_ranks))
+        named = list(zip(self.nodes, self.nics, strict=True))
+        index = {nic: position for position, nic in enumerate(dict.fromkeys(named))}
+        return tuple(index[nic] for nic in named)
+
+    @property
+    def num_nics(self) -> int:
+        """NICs of all nodes together."""
+        return max(self.nic_indices) + 1
+
+    def with_nics(self, num_nics: int) -> Topology:
+        """The same with so many NICs on every node, each of a block of its ranks, as even as possible (the first get the rest).
+
+        Raises InvalidInputError when num_nics is < 1 or a node has fewer ranks.
+        """
+        if num_nics < 1:
+            raise InvalidInputError(f"NICs of a node must be at least 1; got {num_nics}")
+        names = [""] * self.num_ranks
+        for node in self.node_names:
+            members = [position for position, name in enumerate(self.nodes) if name == node]
+            if num_nics > len(members):
+                raise InvalidInputError(
+                    f"{num_nics} NICs for the {len(members)} ranks of node {node}: a NIC without a rank; use {len(members)} or"
+                    " fewer, or name the NIC of each rank"
+                )
+            size, rest = divmod(len(members), num_nics)
+            blocks = [nic for nic in range(num_nics) for _ in range(size + (nic < rest))]
+            for position, nic in zip(members, blocks, strict=True):
+                names[position] = f"nic{nic}"
+        return replace(self, nics=tuple(names))
 
     def position_of(self, rank_id: int) -> int:
         """Column position of a rank id. Raises InvalidInputError when it is not of this group."""

@@ -140,8 +140,9 @@ def _sum_of_moves(parts: Sequence[MoveSummary]) -> MoveSummary:
         layers=sum(part.layers for part in parts),
         bytes_by_link={kind: sum(part.bytes_by_link[kind] for part in parts) for kind in LinkKind},
         bytes_without_source=sum(part.bytes_without_source for part in parts),
-        # tables are carried one after another: their busiest ranks add up
+        # tables are carried one after another: their busiest ranks and NICs add up
         bytes_into_busiest_rank=sum(part.bytes_into_busiest_rank for part in parts),
+        bytes_into_busiest_nic=sum(part.bytes_into_busiest_nic for part in parts),
     )
 
 
