@@ -62,6 +62,7 @@ class Registration:
 
     group_rank_ids: stable ids of all ranks of the group, in column order of placements.
     capacity: relative speed (1 = as the others). dispatch: see `dispatch.Dispatch`.
+    nic: NIC, or rail, by which it reaches other nodes; ranks of a node that share it name it alike. Empty = its own.
     vote_period: K, steps between votes. window_steps: W, steps of a load window. sub_windows: parts of a window.
     staging_bytes: budget that staging was allocated with; 0 = observe only.
     replica_table_width: most replicas of an expert that the engine's tables can hold.
@@ -83,6 +84,7 @@ class Registration:
     replica_table_width: int
     weights_version: int
     capabilities: tuple[str, ...] = ()
+    nic: str = ""
     protocol_min: int = PROTOCOL_VERSION_MIN
     protocol_max: int = PROTOCOL_VERSION_MAX
 

@@ -9,13 +9,16 @@ from typing import Any
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, GenerationNumber, LayerRef
 
+NIC_CHARACTERS_MAX = 256
+"""Most that a planner takes of a name."""
+
 RECORDER_MODES = ("window",)
 """Ways of recording that a planner can use. Per-token and per-pass records cannot be planned on (sglang#7266)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HookConfig:
-    """Settings of one hook; the same on every rank of a group, except the paths.
+    """Settings of one hook; the same on every rank of a group, except the paths and the NIC.
 
     socket_path: Unix socket of the node's agent process.
     vote_period: K, step boundaries between votes. window_steps: W, boundaries of a load window.
@@ -28,6 +31,9 @@ class HookConfig:
     pulse_period_s: seconds between signs of life. reconnect_max_s: longest pause between two tries to reach the agent process.
     off_file: while this file exists the hook is inert. off: inert from the start.
     recorder: one of RECORDER_MODES.
+    nic: NIC, or rail, by which this rank reaches other nodes; ranks of a node that share it name it alike. Or, where all ranks
+        of a node have one environment, the NIC of each of them in the order of the group: `mlx5_0,mlx5_0,mlx5_1,mlx5_1`.
+        None = its own.
 
     >>> HookConfig(socket_path="/run/eplb/agent.sock", staging_bytes=1 << 20).vote_period
     4
@@ -48,6 +54,7 @@ class HookConfig:
     off_file: str | None = None
     off: bool = False
     recorder: str = "window"
+    nic: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("vote_period", "window_steps", "sub_windows", "ring_windows"):
@@ -75,6 +82,20 @@ class HookConfig:
             raise InvalidInputError(
                 f"recorder mode {self.recorder!r} cannot be planned on; allowed: {', '.join(RECORDER_MODES)} (sglang#7266)"
             )
+        self._check_nics()
+
+    def _check_nics(self) -> None:
+        bad = next((nic for nic in self.nics if not 0 < len(nic) <= NIC_CHARACTERS_MAX or not nic.isprintable()), None)
+        if bad is not None:
+            raise InvalidInputError(
+                f"nic {bad[:40]!r} has {len(bad)} characters; name it in EPLB_NIC by 1 to {NIC_CHARACTERS_MAX} printable ones,"
+                " such as mlx5_0, or leave the variable out"
+            )
+
+    @property
+    def nics(self) -> tuple[str, ...]:
+        """The names in `nic`; () = none."""
+        return () if self.nic is None else tuple(name.strip() for name in self.nic.split(","))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> HookConfig:
@@ -113,6 +134,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "EPLB_OFF": ("off", _flag),
     "EPLB_OFF_FILE": ("off_file", str),
     "EPLB_RECORDER": ("recorder", str),
+    "EPLB_NIC": ("nic", str),
 }
 """Environment variable → setting and how it is read."""
 

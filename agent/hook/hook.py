@@ -375,6 +375,7 @@ class Hook:
             stage=description.stage,
             models=self._facts.models,
             capacity=description.capacity,
+            nic=self._facts.nic,
             dispatch=description.dispatch,
             vote_period=config.vote_period,
             window_steps=config.window_steps,

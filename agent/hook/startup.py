@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """An engine as found at start. problem: why nothing can be moved in it; empty when all is well."""
+    """An engine as found at start. problem: why nothing can be moved in it; empty when all is well.
+
+    nic: name of this rank's NIC; empty = its own.
+    """
 
     description: EngineDescription
     models: tuple[ModelInfo, ...]
@@ -41,6 +44,7 @@ class EngineFacts:
     live: Mapping[LayerRef, LiveLayer]
     device: torch.device
     problem: str
+    nic: str = ""
 
     @property
     def position(self) -> int:
@@ -102,6 +106,7 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
         live=live,
         device=_device(tensors),
         problem=problem or _staging_problem(shape),
+        nic=_nic(description, config.nics),
     )
 
 
@@ -114,6 +119,25 @@ def _check_description(description: EngineDescription, layers: object) -> None:
     if not layers:
         names = [model.name for model in description.models]
         raise InvalidInputError(f"the engine registers no MoE layers (models: {names}); nothing can be balanced")
+
+
+def _nic(description: EngineDescription, nics: tuple[str, ...]) -> str:
+    """This rank's NIC, by its place among the ranks of its node where several are named."""
+    if len(nics) < 2:
+        return "".join(nics)
+    own = description.group_rank_ids.index(description.address.rank_id)
+    on_node = [position for position, node in enumerate(description.nodes) if node == description.nodes[own]]
+    if len(nics) == len(on_node):
+        return nics[on_node.index(own)]
+    # A node that lost ranks must still serve: NICs only price moves.
+    logger.warning(
+        "hook.no_nic: EPLB_NIC names %d NICs, but node %s has %d ranks of the group; name one for each. Each rank is taken to"
+        " have its own",
+        len(nics),
+        description.nodes[own],
+        len(on_node),
+    )
+    return ""
 
 
 def _staging_problem(shape: RankShape) -> str:

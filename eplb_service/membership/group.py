@@ -50,6 +50,7 @@ class Group:
                 tuple(registration.address.rank_id for registration in registrations),
                 tuple(registration.node for registration in registrations),
                 tuple(registration.capacity for registration in registrations),
+                nics=_nics(registrations),
             ),
             tables=_tables(first),
             layers={LayerRef(model.name, layer.layer_id): layer for model in first.models for layer in model.layers},
@@ -167,6 +168,13 @@ class Group:
             if layer.shares is not None and len(layer.shares) != num_slots:
                 raise InvalidInputError(f"layer {layer.layer} has {len(layer.shares)} shares for {num_slots} slots")
         return np.array([layer.shares for layer in layers], np.float32) if self.is_weighted else None
+
+
+def _nics(registrations: tuple[Registration, ...]) -> tuple[str, ...] | None:
+    """NIC of each rank; None where no rank names one. On a node that names none every rank has its own."""
+    if not any(registration.nic for registration in registrations):
+        return None
+    return tuple(registration.nic or f"rank{registration.address.rank_id}" for registration in registrations)
 
 
 def _tables(registration: Registration) -> tuple[GroupTable, ...]:

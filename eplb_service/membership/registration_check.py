@@ -100,13 +100,27 @@ def check_agreement(registration: Registration, peers: Iterable[Registration], *
 
     weights_too: whether the weights versions must be equal (while a group forms; later they change one after another).
     """
-    for peer in peers:
+    known = list(peers)
+    _check_nics(registration, known)
+    for peer in known:
         found = _disagreement(registration, peer, weights_too=weights_too)
         if found is not None:
             what, mine, theirs = found
             raise ConflictError(
                 f"rank {registration.address.rank_id} registers {what} {mine}, but rank {peer.address.rank_id} of the same"
                 f" group has {theirs}: all ranks of a group must agree; check how each was started"
+            )
+
+
+def _check_nics(registration: Registration, peers: Sequence[Registration]) -> None:
+    """Ranks of a node name a NIC all or none: one that forgot it would seem to have a whole NIC for itself."""
+    rank, node = registration.address.rank_id, registration.node
+    for peer in peers:
+        if peer.node == node and bool(peer.nic) != bool(registration.nic):
+            mine, theirs = (repr(one.nic) if one.nic else "none" for one in (registration, peer))
+            raise ConflictError(
+                f"rank {rank} registers NIC {mine}, but rank {peer.address.rank_id} of the same node {node} has {theirs}: give"
+                " every rank of a node the name of its NIC (EPLB_NIC), or none of them"
             )
 
 

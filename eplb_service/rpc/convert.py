@@ -76,6 +76,7 @@ def registration_to_pb(value: Registration) -> agent_pb2.RegisterRequest:
         replica_table_width=whole("replica_table_width", value.replica_table_width, most=EXTENT_MAX),
         weights_version=whole("weights_version", value.weights_version),
         dispatch=fields.name("dispatch", value.dispatch),
+        nic=_nic(value.nic),
     )
 
 
@@ -111,6 +112,7 @@ def registration_from_pb(message: agent_pb2.RegisterRequest) -> Registration:
         replica_table_width=whole("replica_table_width", message.replica_table_width, least=1, most=EXTENT_MAX),
         weights_version=whole("weights_version", message.weights_version),
         capabilities=tuple(fields.name("capabilities", word) for word in message.capabilities),
+        nic=_nic(message.nic),
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
     )
@@ -121,6 +123,11 @@ def _capacity(value: float) -> float:
     if not 0 < value < float("inf"):
         raise InvalidInputError(f"capacity: {value}; expected a finite number > 0 (1 = as the others)")
     return float(value)
+
+
+def _nic(value: str) -> str:
+    """Name of a NIC; empty = the rank's own."""
+    return fields.name("nic", value) if value else ""
 
 
 def _model_to_pb(model: ModelInfo) -> agent_pb2.ModelInfo:

@@ -209,7 +209,16 @@ def test_messages_whose_fields_are_all_zero_keep_their_kind() -> None:
 
 
 def test_registration_comes_out_as_it_went_in() -> None:
-    assert registration_from_pb(over_the_wire(registration_to_pb(REGISTRATION))) == REGISTRATION
+    for registration in (REGISTRATION, replace(REGISTRATION, nic="mlx5_0")):
+        assert registration_from_pb(over_the_wire(registration_to_pb(registration))) == registration
+
+
+def test_a_rank_of_an_earlier_release_sends_no_nic_and_has_its_own() -> None:
+    now = registration_to_pb(replace(REGISTRATION, nic="mlx5_0"))
+    earlier = agent_pb2.RegisterRequest.FromString(now.SerializeToString())
+    earlier.ClearField("nic")
+    assert registration_from_pb(over_the_wire(earlier)) == REGISTRATION
+    assert registration_to_pb(REGISTRATION) == earlier  # nothing more goes to a planner of an earlier release either
 
 
 @pytest.mark.parametrize(
@@ -233,6 +242,8 @@ def test_registration_comes_out_as_it_went_in() -> None:
         ({"protocol_min": 2, "protocol_max": 1}, "2 to 1 is no range"),
         ({"dispatch": "a\nb"}, "dispatch: 'a\\nb' of 3 characters; expected 1 to 256 printable"),
         ({"node": "a\ud800"}, "expected 1 to 256 printable"),
+        ({"nic": "n" * 257}, "of 257 characters; expected 1 to 256 printable"),
+        ({"nic": "mlx5\n0"}, "nic: 'mlx5\\n0' of 6 characters; expected 1 to 256 printable"),
     ],
 )  # fmt: skip
 def test_registrations_that_no_engine_can_be_are_refused(change: dict[str, Any], message: str) -> None:

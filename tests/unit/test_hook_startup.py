@@ -40,6 +40,27 @@ def test_a_sound_engine_has_no_problem() -> None:
     assert facts.position == 1
 
 
+@pytest.mark.parametrize(
+    ("nic", "nics"),
+    [
+        (None, ["", "", ""]),
+        ("rail0", ["rail0", "rail0", "rail0"]),
+        ("rail0, rail1", ["rail0", "", "rail1"]),  # node b has one rank and is named two NICs
+    ],
+)
+def test_a_rank_finds_its_nic_by_its_place_on_its_node(
+    nic: str | None, nics: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = []
+    for position in range(3):
+        made = engine(position)
+        made.description = replace(made.description, nodes=("a", "b", "a"), node="aba"[position])
+        found.append(inspect(made, config(nic=nic)).nic)
+    assert found == nics
+    wrong = "EPLB_NIC names 2 NICs, but node b has 1 ranks of the group"
+    assert (wrong in caplog.text) == (nics[1] == "" and nic is not None)
+
+
 def test_manifests_are_equal_on_all_ranks_and_change_with_name_type_shape_kind_and_layout_sglang_17158() -> None:
     ranks = [engine(position) for position in range(3)]
     digests = {manifest_digest(rank.description.models[0], rank.tensors) for rank in ranks}

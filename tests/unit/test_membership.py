@@ -145,6 +145,7 @@ def test_layers_of_equal_experts_and_slots_form_a_table() -> None:
         ({"dispatch": "nearest"}, r"dispatch nearest, but rank 0 .* has even"),
         ({"group_rank_ids": (RankId(1), RankId(0))}, r"the group \[1, 0\], but rank 0 .* has \[0, 1\]"),
         ({"weights_version": 2}, r"weights version 2, but rank 0 .* has 1"),
+        ({"nic": "mlx5_0"}, r"rank 1 registers NIC 'mlx5_0', but rank 0 of the same node node0 has none: .*EPLB_NIC"),
     ],
 )
 def test_a_rank_that_disagrees_with_a_peer_is_refused_with_both_values(changes: dict[str, object], said: str) -> None:
@@ -156,6 +157,20 @@ def test_a_rank_that_disagrees_with_a_peer_is_refused_with_both_values(changes: 
         membership.handle(Registered(rank(1, **changes)), 1.0)  # type: ignore[arg-type]
     assert membership.status == before
     assert isinstance(join(membership, rank(1))[-1], GroupReady)
+
+
+def test_nics_of_a_node_are_named_by_all_of_its_ranks_or_none() -> None:
+    ids = (0, 1, 2, 3)
+    nics = {0: "rail0", 1: "rail0"}
+    _, group = ready(*(rank(rank_id, ids=ids, nic=nics.get(rank_id, "")) for rank_id in ids))
+    assert group.topology.nodes == ("node0", "node0", "node1", "node1")
+    assert group.topology.nic_indices == (0, 0, 1, 2)  # node1 names none: each of its ranks has its own
+    _, unnamed = ready(*(rank(rank_id, ids=ids) for rank_id in ids))
+    assert unnamed.topology.nics is None
+    membership = Membership(DEPLOYMENT)
+    join(membership, rank(0, nic="rail0"))
+    with pytest.raises(ConflictError, match="rank 1 registers NIC none, but rank 0 of the same node node0 has 'rail0'"):
+        membership.handle(Registered(rank(1)), 1.0)
 
 
 def test_protocol_ranges_without_a_common_version_are_refused() -> None:

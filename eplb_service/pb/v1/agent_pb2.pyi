@@ -48,7 +48,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
-    __slots__ = ("protocol_min", "protocol_max", "capabilities", "deployment", "phase", "stage", "models", "address", "node", "group_rank_ids", "capacity", "vote_period", "window_steps", "sub_windows", "staging_bytes", "replica_table_width", "weights_version", "dispatch")
+    __slots__ = ("protocol_min", "protocol_max", "capabilities", "deployment", "phase", "stage", "models", "address", "node", "group_rank_ids", "capacity", "vote_period", "window_steps", "sub_windows", "staging_bytes", "replica_table_width", "weights_version", "dispatch", "nic")
     PROTOCOL_MIN_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_MAX_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
@@ -67,6 +67,7 @@ class RegisterRequest(_message.Message):
     REPLICA_TABLE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     DISPATCH_FIELD_NUMBER: _ClassVar[int]
+    NIC_FIELD_NUMBER: _ClassVar[int]
     protocol_min: int
     protocol_max: int
     capabilities: _containers.RepeatedScalarFieldContainer[str]
@@ -85,7 +86,8 @@ class RegisterRequest(_message.Message):
     replica_table_width: int
     weights_version: int
     dispatch: str
-    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., deployment: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., stage: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., group_rank_ids: _Optional[_Iterable[int]] = ..., capacity: _Optional[float] = ..., vote_period: _Optional[int] = ..., window_steps: _Optional[int] = ..., sub_windows: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., replica_table_width: _Optional[int] = ..., weights_version: _Optional[int] = ..., dispatch: _Optional[str] = ...) -> None: ...
+    nic: str
+    def __init__(self, protocol_min: _Optional[int] = ..., protocol_max: _Optional[int] = ..., capabilities: _Optional[_Iterable[str]] = ..., deployment: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., stage: _Optional[int] = ..., models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., group_rank_ids: _Optional[_Iterable[int]] = ..., capacity: _Optional[float] = ..., vote_period: _Optional[int] = ..., window_steps: _Optional[int] = ..., sub_windows: _Optional[int] = ..., staging_bytes: _Optional[int] = ..., replica_table_width: _Optional[int] = ..., weights_version: _Optional[int] = ..., dispatch: _Optional[str] = ..., nic: _Optional[str] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
     __slots__ = ("protocol", "planner")
