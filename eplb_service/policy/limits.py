@@ -192,7 +192,7 @@ def broken_promises(row: npt.NDArray[np.integer], limits: Limits, layer: int, nu
     broken: dict[tuple[int, int], str] = {}
     if limits.plain:
         return broken
-    usable = np.where(limits.usable.reshape(-1), row, EMPTY_SLOT)
+    usable = np.where(limits.usable, np.asarray(row).reshape(limits.usable.shape), EMPTY_SLOT).reshape(-1)
     held = residencies(usable, num_ranks=limits.room.size, num_logical=num_logical)
     for _, rank, expert in limits.pins[limits.pins[:, 0] == layer].tolist():
         if not held[rank, expert]:

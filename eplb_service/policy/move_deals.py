@@ -56,7 +56,7 @@ EXCESS = 1e-9
 
 def free_residencies(task: LayerTask) -> BoolArray:
     """Shape (R, E): residencies that may be in the new row and are no move."""
-    there = residencies(task.held, num_ranks=task.num_ranks, num_logical=task.num_logical) | (task.price < 1.0)
+    there = residencies(task.held.reshape(-1), num_ranks=task.num_ranks, num_logical=task.num_logical) | (task.price < 1.0)
     free: BoolArray = there & task.allowed & (task.room > 0)[:, None]
     return free
 

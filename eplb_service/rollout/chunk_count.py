@@ -30,7 +30,7 @@ def count_chunks(
     old, new = live.physical_to_logical.reshape(shape), target.physical_to_logical.reshape(shape)
     rewritten = ((old != new) & (new != EMPTY_SLOT)).sum(axis=2, dtype=np.int64)
     staged = rewritten * np.array(expert_bytes, np.int64)[:, None]
-    alive = np.array([rank not in topology.dead for rank in topology.rank_ids])
+    alive = np.array(topology.alive)
     if (staged > budget).any() or rewritten[:, ~alive].any():
         return None
     changed = (old != new).any(axis=(1, 2))
@@ -58,6 +58,6 @@ def _is_sourced(
     num_logical: int,
 ) -> bool:
     """Whether every expert that a slot is to get is held by a rank that serves. Rows: shape (R, S)."""
-    held = np.asarray(residencies(old, num_ranks=old.shape[0], num_logical=num_logical)[alive]).any(axis=0)
+    held = np.asarray(residencies(old.reshape(-1), num_ranks=old.shape[0], num_logical=num_logical)[alive]).any(axis=0)
     wanted = new[(old != new) & (new != EMPTY_SLOT)]
     return bool(np.asarray(held)[wanted].all())
