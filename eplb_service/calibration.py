@@ -14,8 +14,8 @@ Rates of the links, stalls of flips and interference are learned from rollouts.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -177,6 +177,8 @@ TRANSFER_BYTES_MIN = 1 << 16
 class LinkRates:
     """Seconds for each byte from the same node and from others: least squares over what ranks received, old ones forgotten.
 
+    Bytes from other nodes are those of a NIC where ranks share NICs (`NicTransfers`), and the rate across is that of a NIC.
+
     moments: sums of within x within, within x across, across x across, within x time, across x time; within and across are
     shares of what a rank received, time is in seconds for each byte.
     """
@@ -209,6 +211,46 @@ class LinkRates:
             return None, aa / at
         together = (ww + 2 * wa + aa) / (wt + at)
         return together, together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """What was received in one chunk: bytes from the own node and from others, and seconds until all of it was there."""
+
+    same_node: int
+    cross_node: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class NicTransfers:
+    """What ranks received, put together by the NICs that they share: the rate of a NIC is measured, not a rank's part of it.
+
+    Ranks behind one NIC receive at the same time, and each waits for as long as all of their bytes take: the bytes of one for
+    that time would be a part of the rate, and all of them one after another would count the time several times. So a NIC
+    counts once a chunk, when the last of its ranks has told: bytes from other nodes of them all, with the time, and the bytes
+    from the own node, of the slowest that received any. Ranks that received from their own node alone count by themselves. A
+    NIC of which a rank does not tell before the next chunk is not counted.
+    """
+
+    _chunk_id: int = -1
+    _told: dict[int, Transfer] = field(default_factory=dict)
+
+    def add(self, chunk_id: int, position: int, transfer: Transfer, nic_of: Sequence[int]) -> tuple[Transfer, ...]:
+        """The rank at this position told; what can be counted now. nic_of: see `Topology.nic_indices`. Repeats are dropped."""
+        if chunk_id > self._chunk_id:
+            self._chunk_id, self._told = chunk_id, {}
+        if chunk_id < self._chunk_id or position in self._told:
+            return ()
+        self._told[position] = transfer
+        counted = [] if transfer.cross_node else [transfer]
+        sharing = [other for other, nic in enumerate(nic_of) if nic == nic_of[position]]
+        if all(other in self._told for other in sharing):
+            crossing = [self._told[other] for other in sharing if self._told[other].cross_node]
+            if crossing:
+                slowest = max(crossing, key=lambda told: told.seconds)
+                counted.append(replace(slowest, cross_node=sum(told.cross_node for told in crossing)))
+        return tuple(counted)
 
 
 @dataclass(slots=True)

@@ -80,7 +80,9 @@ class Metrics:
         )
         self._horizon = self._gauge("eplb_horizon_steps", "Steps that a gain is worth, from how past plans went stale.", by)
         self._link_rate = self._gauge(
-            "eplb_link_bytes_per_second", "Rate at which a rank receives weights, by kind of link, as measured.", [*by, "link"]
+            "eplb_link_bytes_per_second",
+            "Rate at which a rank (across nodes: a NIC) receives weights, as measured.",
+            [*by, "link"],
         )
         self._stall = self._gauge("eplb_commit_stall_seconds", "Mean time that a chunk's flip held up steps.", by)
         self._gain = self._gauge(

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from eplb_service import control
-from eplb_service.calibration import INTERFERENCE_SAMPLES_MIN, Learned, StepSample, StepTimeModel
+from eplb_service.calibration import INTERFERENCE_SAMPLES_MIN, Learned, NicTransfers, StepSample, StepTimeModel, Transfer
 from eplb_service.costs import MeasuredCosts
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError
@@ -28,6 +28,7 @@ from eplb_service.noise import overdispersion
 from eplb_service.placement import Placement
 from eplb_service.planner.documents import pack_loads, unpack_loads
 from eplb_service.planner.loads import loads_of, source_loads_of
+from eplb_service.topology import Topology
 from eplb_service.validation import Bias, changed_share
 from eplb_service.window.report import CombinedWindow
 
@@ -83,6 +84,7 @@ class Learning:
         self.history: deque[WindowSum] = deque(maxlen=windows_kept)
         self.plans: deque[PastPlan] = deque(maxlen=PLANS_KEPT)
         self._windows_until_stored = STORE_EVERY
+        self._nic_transfers = NicTransfers()
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,6 +92,7 @@ class Learning:
         """Windows are counted anew, over other ranks perhaps."""
         self.history.clear()
         self.plans.clear()
+        self._nic_transfers = NicTransfers()
 
     def window_closed(
         self,
@@ -166,13 +169,23 @@ class Learning:
         else:
             self.costs.step(sample)
 
-    def heard(self, message: control.FromRank) -> None:
-        """A rank staged or flipped a chunk."""
+    def heard(self, message: control.FromRank, group: Group | None) -> None:
+        """A rank staged or flipped a chunk. group: the ready one; what others received over unknown NICs is not counted."""
         if isinstance(message, control.Staged):
-            received = message.received
-            self.costs.links.add(same_node=received.same_node, cross_node=received.cross_node, seconds=message.seconds)
+            if group is not None and message.sender.rank_id in group.rank_ids:
+                self._learn_links(message, group.topology)
         elif isinstance(message, control.Flipped):
             self.costs.stalls.add(message.chunk_id, message.stall_s)
+
+    def _learn_links(self, message: control.Staged, topology: Topology) -> None:
+        received, links = message.received, self.costs.links
+        one = Transfer(same_node=received.same_node, cross_node=received.cross_node, seconds=message.seconds)
+        told: tuple[Transfer, ...] = (one,)
+        if topology.nics is not None:
+            position = topology.position_of(message.sender.rank_id)
+            told = self._nic_transfers.add(message.chunk_id, position, one, topology.nic_indices)
+        for transfer in told:
+            links.add(same_node=transfer.same_node, cross_node=transfer.cross_node, seconds=transfer.seconds)
 
     def planned(self, verdict: Verdict, before: Placement, after: Placement, *, moves: bool) -> None:
         """A plan whose gain stood clear of noise is followed, whatever the gate said: how soon does it go stale?

@@ -68,7 +68,7 @@ class Outcomes:
     def count(self, message: control.FromRank) -> None:
         """What a message adds to the metrics."""
         metrics = self._deployment.context.metrics
-        self._deployment.learning.heard(message)
+        self._deployment.learning.heard(message, self._deployment.carrier.group)
         if isinstance(message, control.Staged):
             received = message.received
             links = {

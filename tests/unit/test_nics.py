@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eplb_service.calibration import LinkRates, NicTransfers, Transfer
+from eplb_service.control import Address, LayerInfo, LinkBytes, ModelInfo, Registration, Staged
 from eplb_service.costs import CostModel, copy_seconds
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import RankId
+from eplb_service.ids import ChunkId, DeploymentId, GroupId, Incarnation, Phase, RankId
+from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
 from eplb_service.placement import Table
+from eplb_service.planner.learning import Learning
 from eplb_service.topology import LinkKind, Topology
 
 COST = CostModel(seconds_per_step=1.0, horizon_steps=1.0, bytes_per_s=10.0, commit_stall_s=0.0, cross_node_bytes_per_s=2.0)
@@ -144,3 +148,110 @@ def test_blocks_of_ranks_on_nics_are_even_on_every_node(topology: Topology, num_
 def test_nics_that_do_not_fit_the_ranks_are_refused_with_the_numbers(make: Callable[[], Topology], message: str) -> None:
     with pytest.raises(InvalidInputError, match=message):
         make()
+
+
+# ── measured rates ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WITHIN_PER_S, ACROSS_PER_S = 20e9, 4e9
+
+
+def received_over_nics(random: np.random.Generator, nic_of: tuple[int, ...]) -> list[Transfer]:
+    """One chunk: what each rank received, first from its node, then over its NIC, which its ranks share evenly in time."""
+    within = random.integers(1 << 24, 1 << 28, len(nic_of))
+    across = random.integers(1 << 24, 1 << 28, len(nic_of)) * (random.random(len(nic_of)) < 0.8)
+    over_nic = np.bincount(nic_of, weights=across)
+    noise = random.uniform(0.97, 1.03, len(nic_of))
+    return [
+        Transfer(
+            same_node=int(near),
+            cross_node=int(far),
+            seconds=float((near / WITHIN_PER_S + (over_nic[nic] / ACROSS_PER_S if far else 0.0)) * slower),
+        )
+        for near, far, nic, slower in zip(within, across, nic_of, noise, strict=True)
+    ]
+
+
+def test_rate_of_a_nic_is_measured_and_not_the_part_that_one_of_its_ranks_gets() -> None:
+    random, nic_of = np.random.default_rng(3), (0, 0, 0, 0, 1, 1, 1, 1)
+    by_nic, by_rank, nics = LinkRates(), LinkRates(), NicTransfers()
+    for chunk in range(60):
+        told = received_over_nics(random, nic_of)
+        for position in random.permutation(len(nic_of)).tolist():
+            for transfer in nics.add(chunk, position, told[position], nic_of):
+                by_nic.add(same_node=transfer.same_node, cross_node=transfer.cross_node, seconds=transfer.seconds)
+            one = told[position]
+            by_rank.add(same_node=one.same_node, cross_node=one.cross_node, seconds=one.seconds)
+    assert by_nic.rates()[0] == pytest.approx(WITHIN_PER_S, rel=0.1)
+    assert by_nic.rates()[1] == pytest.approx(ACROSS_PER_S, rel=0.1)
+    mistaken = by_rank.rates()[1]
+    assert mistaken is not None
+    assert mistaken < ACROSS_PER_S / 2
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 9)), min_size=1, max_size=6), st.data())
+def test_every_nic_counts_once_a_chunk_in_whatever_order_its_ranks_tell(
+    given_: list[tuple[int, int, float]], data: st.DataObject
+) -> None:
+    told = [Transfer(same_node=near, cross_node=far, seconds=seconds) for near, far, seconds in given_]
+    nic_of = tuple(data.draw(st.lists(st.integers(0, 2), min_size=len(told), max_size=len(told))))
+    nics = NicTransfers()
+    order = data.draw(st.permutations(range(len(told))))
+    repeats = data.draw(st.lists(st.sampled_from(range(len(told))), max_size=4))
+    counted = [one for position in [*order, *repeats] for one in nics.add(7, position, told[position], nic_of)]
+    expected = [one for one in told if not one.cross_node]
+    for nic in set(nic_of):
+        crossing = [one for one, mine in zip(told, nic_of, strict=True) if mine == nic and one.cross_node]
+        if crossing:
+            longest = max(one.seconds for one in crossing)
+            total = sum(one.cross_node for one in crossing)
+            same_node = next(one for one in counted if (one.cross_node, one.seconds) == (total, longest)).same_node
+            assert same_node in [one.same_node for one in crossing if one.seconds == longest]
+            expected.append(Transfer(same_node=same_node, cross_node=total, seconds=longest))
+    key = lambda one: (one.same_node, one.cross_node, one.seconds)  # noqa: E731
+    assert sorted(counted, key=key) == sorted(expected, key=key)
+    assert nics.add(6, 0, told[0], nic_of) == ()  # late, of a chunk before
+
+
+def test_a_nic_of_which_a_rank_does_not_tell_is_not_counted() -> None:
+    nics, far = NicTransfers(), Transfer(same_node=0, cross_node=8, seconds=1.0)
+    assert nics.add(1, 0, far, (0, 0)) == ()
+    assert nics.add(2, 1, far, (0, 0)) == ()
+    assert nics.add(2, 0, far, (0, 0)) == (replace(far, cross_node=16),)
+
+
+def rank_on(nic: str, rank: int) -> Registration:
+    layer = LayerInfo(layer_id=0, num_logical=4, slots=2, expert_bytes=8)
+    return Registration(
+        deployment=DeploymentId("chat"),
+        address=Address(RankId(rank), Incarnation(1), GroupId(1)),
+        node="a",
+        group_rank_ids=(RankId(0), RankId(1)),
+        phase=Phase.DECODE,
+        stage=0,
+        models=(ModelInfo(name="v3", digest="d", manifest_digest="m", layers=(layer,)),),
+        capacity=1.0,
+        dispatch="even",
+        vote_period=4,
+        window_steps=8,
+        sub_windows=1,
+        staging_bytes=100,
+        replica_table_width=4,
+        weights_version=0,
+        nic=nic,
+    )
+
+
+@pytest.mark.parametrize(("nic", "rate"), [("", 1e9), ("mlx5_0", 2e9)])
+def test_what_ranks_say_of_a_chunk_is_learned_by_their_nics(nic: str, rate: float) -> None:
+    """Two ranks receive 1 GB each from other nodes within a second: a NIC each of 1 GB/s, or one of 2 GB/s."""
+    group = Group.of((rank_on(nic, 0), rank_on(nic, 1)))
+    learning = Learning(windows_kept=4)
+    for registration in group.registrations:
+        message = Staged(
+            sender=registration.address, chunk_id=ChunkId(9), seconds=1.0, received=LinkBytes(cross_node=1_000_000_000)
+        )
+        learning.heard(message, None)  # nobody knows its NICs
+        assert learning.measured().cross_node_bytes_per_s in (None, pytest.approx(1e9))
+        learning.heard(message, group)
+    assert learning.measured().cross_node_bytes_per_s == pytest.approx(rate)
