@@ -19,11 +19,17 @@ from eplb_service.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHops:
-    """Token assignments by the link that they take, in tokens, summed over layers. Experts that no rank serves are left out."""
+    """Token assignments by the link that they take, in tokens, summed over layers. Experts that no rank serves are left out.
+
+    into_busiest_nic: those that come from other nodes over the busiest NIC of each layer (layers are dispatched one after
+    another); None where no NICs are named. num_nics: NICs with a rank that serves, 0 where none are named.
+    """
 
     same_rank: float
     same_node: float
     cross_node: float
+    into_busiest_nic: float | None = None
+    num_nics: int = 0
 
     @property
     def total(self) -> float:
@@ -35,9 +41,23 @@ class TokenHops:
         """Share of the assignments that cross nodes; 0 without load."""
         return self.cross_node / self.total if self.total > 0 else 0.0
 
+    @property
+    def busiest_nic_share(self) -> float:
+        """Share of what crosses nodes that comes in over the busiest NIC; 0 without any, and where no NICs are named."""
+        return (self.into_busiest_nic or 0.0) / self.cross_node if self.cross_node > 0 else 0.0
+
+    @property
+    def nic_imbalance(self) -> float:
+        """Busiest NIC over the mean of those that serve; 1 is perfect, also where nothing crosses or no NICs are named."""
+        return self.busiest_nic_share * self.num_nics if self.cross_node > 0 and self.num_nics else 1.0
+
     def to_json(self) -> dict[str, float]:
-        """As plain values, for output and the store."""
-        return {"same_rank": self.same_rank, "same_node": self.same_node, "cross_node": self.cross_node}
+        """As plain values, for output and the store; what NICs take only where they are named."""
+        links = {"same_rank": self.same_rank, "same_node": self.same_node, "cross_node": self.cross_node}
+        if self.into_busiest_nic is None:
+            return links
+        nics = {"into_busiest_nic": self.into_busiest_nic, "nic_imbalance": self.nic_imbalance}
+        return {**links, **nics, "busiest_nic_share": self.busiest_nic_share}
 
 
 def token_hops(
@@ -68,6 +88,9 @@ def token_hops(
         shares = rank_shares(table, topology, dispatch)
         at_home = (parts * shares).sum(axis=1)
         on_node = (on_nodes(parts, topology) * on_nodes(shares, topology)).sum(axis=1)
+    busiest, num_nics = None, 0
+    if topology.nics is not None:
+        busiest, num_nics = _into_busiest_nics(_from_afar(tokens, table, topology, dispatch, parts), topology)
     covered = copies_on_ranks(table, topology).any(axis=1)
     same_rank = float((at_home * tokens).sum())
     near = float((on_node * tokens).sum())
@@ -75,7 +98,31 @@ def token_hops(
         same_rank=same_rank,
         same_node=max(0.0, near - same_rank),
         cross_node=max(0.0, float((covered * tokens).sum()) - near),
+        into_busiest_nic=busiest,
+        num_nics=num_nics,
     )
+
+
+def _from_afar(tokens: Float64Array, table: Table, topology: Topology, dispatch: Dispatch, parts: Float64Array) -> Float64Array:
+    """Tokens that each rank receives from other nodes, (L, R). Tokens: shape (L, E); parts: see `source_parts`."""
+    node_of = np.array(topology.node_indices)
+    sent = on_nodes(parts, topology)
+    if dispatch is Dispatch.NEAREST:  # what nodes without a copy send goes to all copies alike
+        copies = copies_on_ranks(table, topology).astype(np.float64)
+        abroad = np.where(on_nodes(copies, topology) > 0, 0.0, sent).sum(axis=1, keepdims=True)
+        far = copies / np.maximum(copies.sum(axis=1, keepdims=True), 1.0) * abroad
+    else:
+        far = rank_shares(table, topology, dispatch) * (1.0 - sent[:, node_of, :])
+    received: Float64Array = (far @ tokens[:, :, None])[:, :, 0]
+    return received
+
+
+def _into_busiest_nics(from_afar: Float64Array, topology: Topology) -> tuple[float, int]:
+    """Tokens over the busiest NIC of each layer, summed over layers, and NICs with a rank that serves. From afar: (L, R)."""
+    by_nic = np.zeros((topology.num_nics, from_afar.shape[0]))
+    np.add.at(by_nic, np.array(topology.nic_indices), from_afar.T)
+    serving = {nic for nic, alive in zip(topology.nic_indices, topology.alive, strict=True) if alive}
+    return float(by_nic.max(axis=0).sum()), len(serving)
 
 
 def _nearest_parts(table: Table, topology: Topology, parts: Float64Array) -> tuple[Float64Array, Float64Array]:
