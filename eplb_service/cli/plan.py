@@ -27,7 +27,7 @@ TABLE = Path("-")
 COUNT = click.IntRange(min=0)
 
 FLEET = (
-    *("ranks", "slots_per_rank", "nodes", "capacity", "base_load", "dead_ranks", "unusable_slots"),
+    *("ranks", "slots_per_rank", "nodes", "nics", "capacity", "base_load", "dead_ranks", "unusable_slots"),
     *("dispatch", "max_replicas", "expert_bytes"),
 )
 CONSTRAINTS = ("groups", "soft_groups", "resilient", "pins", "bars")
@@ -83,6 +83,12 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     show_default=True,
     metavar="N",
     help="Nodes, in blocks of ranks; or the node of each rank: a,a,b,b.",
+)
+@click.option(
+    "--nics",
+    type=values.nics,
+    metavar="N",
+    help="NICs of each node, for blocks of its ranks; or the NIC of each rank: x,x,y,y.  [default: each rank has its own]",
 )
 @click.option(
     "--capacity",

@@ -11,6 +11,7 @@ import numpy as np
 from eplb_service.cli.output import bytes_text, console, print_fact, print_table
 from eplb_service.cli.plan_request import flag
 from eplb_service.dispatch import Dispatch
+from eplb_service.hops import TokenHops
 from eplb_service.moves import residencies
 from eplb_service.offline.facts import LimitUse, PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
@@ -87,6 +88,8 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
     if facts.hops is not None and problem.dispatch in (Dispatch.NEAREST, Dispatch.WEIGHTED):  # else nothing changes it
         before, after = facts.hops
         shown.append(("tokens", f"{after.cross_node_share:.1%} cross nodes, before {before.cross_node_share:.1%}"))
+    if facts.hops is not None and problem.topology.nics is not None:
+        shown.append(("NICs", _nics(*facts.hops)))
     if plan.unprotected is not None and problem.constraints.resilience is not None:
         shown.append(("resilience", _resilience(plan)))
     if proposal.costs is not None and proposal.costs.num_kept_faults:
@@ -98,6 +101,13 @@ def _off_node(facts: PlanFacts, price: float) -> str:
     return (
         f"{sum(facts.off_node):,} replicas off their group's node, {np.mean(facts.off_node):.2f} a layer"
         f" (most {max(facts.off_node)}), at a price of {price:g} moves each"
+    )
+
+
+def _nics(before: TokenHops, after: TokenHops) -> str:
+    return (
+        f"the busiest of {after.num_nics} takes {after.busiest_nic_share:.1%} of the tokens that cross nodes,"
+        f" {after.nic_imbalance:.4f} of the mean, before {before.nic_imbalance:.4f}"
     )
 
 
@@ -129,6 +139,8 @@ def _moves(plan: OfflinePlan) -> str:
         text += f", {bytes_text(moves.move_bytes)}"
         text += f" ({', '.join(links)})" if problem.topology.num_nodes > 1 or moves.bytes_without_source else ""
         text += f", at most {bytes_text(moves.bytes_into_busiest_rank)} into one rank"
+        nic = moves.bytes_into_busiest_nic
+        text += f" and {bytes_text(nic)} over one NIC" if nic else ""
     return f"{text}; {moves.slots_rewritten:,} slots rewritten ({share:.1%}), against {against}"
 
 

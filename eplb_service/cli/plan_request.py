@@ -102,6 +102,7 @@ def topology_of(options: Mapping[str, Any]) -> Topology:
         nodes=options["nodes"],
         capacity=numbers["capacity"],
         base_load=numbers["base_load"],
+        nics=options["nics"],
         dead=options["dead_ranks"],
     )
 

@@ -137,10 +137,20 @@ def slot_range(value: object) -> range:
 
 def nodes(value: object) -> int | tuple[str, ...]:
     """How many nodes, or the node of each rank by name: `4`, `a,a,a,b,b`."""
+    return _number_or_names(value, "node", "a number of nodes")
+
+
+def nics(value: object) -> int | tuple[str, ...]:
+    """How many NICs every node has, or the NIC of each rank by name: `4`, `x,x,y,y`."""
+    return _number_or_names(value, "NIC", "the NICs of a node as a number")
+
+
+def _number_or_names(value: object, thing: str, number: str) -> int | tuple[str, ...]:
+    """How many of something, or the one of each rank by name."""
     parts = [str(part).strip() for part in value] if isinstance(value, (list, tuple)) else str(value).split(",")
     names = tuple(part.strip() for part in parts)
     if len(names) == 1 and re.fullmatch(r"-?\d+", names[0]):
         return int(names[0])
     if not all(names):
-        _refuse(f"{value!r} leaves a rank without a node; give a number of nodes, or the node of each rank: a,a,b,b")
+        _refuse(f"{value!r} leaves a rank without a {thing}; give {number}, or the {thing} of each rank: a,a,b,b")
     return names

@@ -57,22 +57,27 @@ def fleet_topology(
     nodes: int | Sequence[str] = 1,
     capacity: Sequence[float] | None = None,
     base_load: Sequence[float] | None = None,
+    nics: int | Sequence[str] | None = None,
     dead: Iterable[int] = (),
 ) -> Topology:
     """Ranks 0..R-1. nodes: how many, in blocks as even as possible; or the node of each rank by name.
 
+    nics: how many on every node, for blocks of its ranks; or the NIC of each rank by name (names are per node); None = each
+    rank has its own.
     Raises InvalidInputError when the numbers do not go together.
     """
     if num_ranks < 1:
         raise InvalidInputError(f"ranks must be at least 1; got ranks={num_ranks}")
     names = Topology.regular(num_ranks=num_ranks, num_nodes=nodes).nodes if isinstance(nodes, int) else tuple(nodes)
-    return Topology(
+    topology = Topology(
         rank_ids=tuple(RankId(rank) for rank in range(num_ranks)),
         nodes=names,
         capacity=None if capacity is None else tuple(capacity),
         dead=frozenset(RankId(rank) for rank in dead),
         base_load=None if base_load is None else tuple(base_load),
+        nics=None if nics is None or isinstance(nics, int) else tuple(nics),
     )
+    return topology.with_nics(nics) if isinstance(nics, int) else topology
 
 
 def starting_table(

@@ -112,6 +112,7 @@ def _asked(problem: PlanningProblem) -> dict[str, object]:
         "source_loads": "given" if problem.source_loads is not None else "uniform",
         "capacity": None if topology.capacity is None else list(topology.capacity),
         "base_load": None if topology.base_load is None else list(topology.base_load),
+        "nics": None if topology.nics is None else list(topology.nics),
         "dead_ranks": sorted(int(rank) for rank in topology.dead),
         **_constraints(problem.constraints),
     }

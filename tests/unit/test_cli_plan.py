@@ -132,6 +132,34 @@ def test_page_says_target_stop_limits_redundancy_and_tokens(loads: Path, capsys:
     assert "stopped      target met in every layer" in met
 
 
+@pytest.mark.parametrize("dispatch", ["even", "nearest"])
+def test_nics_that_ranks_share_show_what_comes_in_over_the_busiest(
+    loads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], dispatch: str
+) -> None:
+    words = ("--nodes", "2", "--expert-bytes", "1MiB", "--dispatch", dispatch)
+    bare = plan(capsys, loads, *words, "--output", "json")
+    made = plan(capsys, loads, *words, "--nics", "1", "--output", "json")
+    assert bare["asked"]["nics"] is None
+    assert made["asked"]["nics"] == ["nic0", "nic0", "nic0", "nic0"]
+    assert made["physical_to_logical"] == bare["physical_to_logical"]
+    assert {**made["moves"], "bytes_into_busiest_nic": 0} == bare["moves"]
+    across = made["moves"]["bytes_by_link"]["cross_node"]
+    assert across / 2 <= made["moves"]["bytes_into_busiest_nic"] <= across
+    for when in ("before", "planned"):
+        tokens, unnamed = made["tokens_by_link"][when], bare["tokens_by_link"][when]
+        assert set(tokens) - set(unnamed) == {"into_busiest_nic", "busiest_nic_share", "nic_imbalance"}
+        assert 0.5 <= tokens["busiest_nic_share"] == tokens["nic_imbalance"] / 2 <= 1
+        assert tokens["into_busiest_nic"] == pytest.approx(tokens["busiest_nic_share"] * tokens["cross_node"])
+    page = " ".join(plan(capsys, loads, *words, "--nics", "1").split())
+    assert "over one NIC; " in page
+    assert "NICs the busiest of 2 takes " in page
+    assert "over one NIC" not in plan(capsys, loads, *words)
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text('ranks = 4\nslots_per_rank = 5\nnodes = 2\nnics = ["x", "x", "x", "y"]\nexpert_bytes = "1MiB"\n')
+    from_file = plan(capsys, loads, "--fleet", str(fleet), "--dispatch", dispatch, "--output", "json")
+    assert from_file["asked"]["nics"] == ["x", "x", "x", "y"]
+
+
 def test_layers_and_differences_are_listed_on_request(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = plan(capsys, loads, "--layers", "--diff", "--max-imbalance", "1.0001")
     made = plan(capsys, loads, "--output", "json")
@@ -216,6 +244,9 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
         (("--bar", "1@4"), "rank 4 is not among the ranks [0, 1, 2, 3]"),
         (("--pin", "1@2", "--bar", "1@2"), "expert 1 is pinned to rank 2 and barred from it"),
         (("--unusable-slot", "1:5"), "unusable slot 5 of rank 1 does not exist; slots run to 4"),
+        (("--nics", "0"), "NICs of a node must be at least 1; got 0"),
+        (("--nodes", "2", "--nics", "3"), "3 NICs for the 2 ranks of node node0: a NIC without a rank; use 2 or fewer"),
+        (("--nics", "x,y"), "4 ranks but 2 NICs; give one for each rank"),
         (("--resilient", "all"), "resilience by node needs at least two nodes that serve; there is 1"),
         (("--resilient", "all:rank"), "resilience of 16 of 16 experts needs 32 usable slots, there are 20"),
         (("--capacity", "1,1"), "2 capacities for 4 ranks: give one a rank, or RANK=VALUE"),
@@ -339,6 +370,9 @@ def test_every_option_of_the_help_is_in_a_group() -> None:
         (values.nodes, "4", 4),
         (values.nodes, ["a", "b"], ("a", "b")),
         (values.nodes, "a,a,b", ("a", "a", "b")),
+        (values.nics, 2, 2),
+        (values.nics, " x, x,y", ("x", "x", "y")),
+        (values.nics, [0, 0, 1], ("0", "0", "1")),
     ],
 )
 def test_values_are_read_from_flags_and_from_toml(read: Callable[[object], object], text: object, value: object) -> None:
@@ -362,6 +396,7 @@ def test_values_are_read_from_flags_and_from_toml(read: Callable[[object], objec
         (values.slot_range, "12..8", "is no range"),
         (values.slot_range, "1..1000", "at most 64 are tried"),
         (values.nodes, "a,,b", "leaves a rank without a node"),
+        (values.nics, "x,,y", "leaves a rank without a NIC; give the NICs of a node as a number, or the NIC of each rank"),
     ],
 )
 def test_values_that_cannot_be_read_say_what_is_wanted(read: Callable[[object], object], text: str, said: str) -> None:
