@@ -1,0 +1,170 @@
+"""JSON and numpy files as plain values. Nothing in a file is trusted: no pickles, no sizes that only a header claims.
+
+A file may say that it holds more than there is memory: what numpy and zip headers declare is compared with the bounds here
+before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+
+from eplb_service.errors import InvalidInputError
+
+NUMPY_MAGIC = b"\x93NUMPY"
+ZIP_MAGIC = b"PK"
+
+VALUES_MAX = 2**28
+"""Most numbers in one array: 17,000 windows of 61 layers x 256 experts; 2 GiB as float64."""
+
+JSON_BYTES_MAX = 512 * 2**20
+"""Largest JSON or YAML file."""
+
+
+def read_head(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a file. Raises InvalidInputError when there is no such file, it cannot be read or it is empty."""
+    if not path.exists():
+        raise InvalidInputError(f"there is no file {path}")
+    try:
+        with path.open("rb") as file:
+            head = file.read(num_bytes)
+    except OSError as error:
+        raise InvalidInputError(f"cannot read {path}: {why(error)}") from error
+    if not head:
+        raise InvalidInputError(f"{path} is empty")
+    return head
+
+
+def read_text(path: Path) -> str:
+    """A text file, UTF-8. Raises InvalidInputError when it cannot be read, is empty or larger than JSON_BYTES_MAX."""
+    try:
+        size = path.stat().st_size
+        if size > JSON_BYTES_MAX:
+            raise InvalidInputError(
+                f"{path} has {size:,} bytes; text files are read up to {JSON_BYTES_MAX:,}: save the numbers as .npz instead"
+            )
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"cannot read {path}: {why(error)}") from error
+    if not text.strip():
+        raise InvalidInputError(f"{path} is empty")
+    return text
+
+
+def read_json(path: Path) -> object:
+    """Content of a JSON file. Raises InvalidInputError when it cannot be read or parsed, or has a key twice."""
+    return parse_json(read_text(path), str(path))
+
+
+def parse_json(text: str, where: str) -> object:
+    """JSON text as plain values. Raises InvalidInputError when it is none, or an object has a key twice."""
+
+    def without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise InvalidInputError(f"{where} has the key {short_text(twice)} twice in one object")
+        return found
+
+    try:
+        parsed: object = json.loads(text, object_pairs_hook=without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInputError(f"{where} is no valid JSON: {error}") from error
+    return parsed
+
+
+def read_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
+    """Arrays of an `.npy` (under the name "") or `.npz` file; pickled objects are refused, never loaded.
+
+    Raises InvalidInputError when it is neither, is cut short, or declares more than VALUES_MAX values.
+    """
+    head = read_head(path, len(NUMPY_MAGIC))
+    if not head.startswith((NUMPY_MAGIC, ZIP_MAGIC)):
+        raise InvalidInputError(f"{path} is no numpy file: save it with numpy.save, or as .json")
+    try:
+        if head == NUMPY_MAGIC:
+            with path.open("rb") as file:
+                _check_header(file, path.stat().st_size, str(path))
+            return {"": np.load(path, allow_pickle=False)}
+        _check_members(path)
+        with np.load(path, allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in loaded.files}
+    except (OSError, EOFError) as error:
+        raise InvalidInputError(f"cannot read {path}: {why(error)}") from error
+    except (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zipfile.LargeZipFile) as error:
+        reason = "it holds Python objects, not numbers" if "pickle" in str(error).lower() else str(error)
+        raise InvalidInputError(f"cannot read {path} as a numpy file: {reason}") from error
+
+
+def _check_members(path: Path) -> None:
+    """Every array of an `.npz`, by its header. A zip's own sizes bound what is ever unpacked of it."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if not member.filename.endswith(".npy"):
+                raise InvalidInputError(f"{path} holds {short_text(member.filename)}, which is no array of numpy")
+            with archive.open(member) as file:
+                _check_header(file, member.file_size, f"{path}, {member.filename}")
+
+
+def _check_header(file: IO[bytes], num_bytes: int, where: str) -> None:
+    """Raises InvalidInputError when an array is larger than VALUES_MAX, or than what follows its header."""
+    version = np.lib.format.read_magic(file)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"its format has version {version[0]}.{version[1]}; 1.0 and 2.0 are read")
+    shape, _, dtype = readers[version](file)
+    if dtype.hasobject:
+        raise ValueError("it holds Python objects, not numbers (pickle)")
+    check_size(shape, where)
+    if dtype.itemsize * math.prod(shape) > num_bytes:
+        raise ValueError(f"it declares shape {shape} of {dtype}, more than its {num_bytes:,} bytes hold")
+
+
+def check_size(shape: tuple[int, ...], where: str) -> None:
+    """Raises InvalidInputError when an array of this shape has more than VALUES_MAX values."""
+    if math.prod(shape) > VALUES_MAX:
+        raise InvalidInputError(
+            f"{where} declares shape {shape}, {math.prod(shape):,} values; at most {VALUES_MAX:,} are read:"
+            f" record fewer steps, or sum them into windows"
+        )
+
+
+def as_numbers(content: object, where: str) -> npt.NDArray[np.generic]:
+    """A nested list as an array of numbers. Raises InvalidInputError when rows differ in length or hold other things."""
+    try:
+        array = np.array(content)
+    except (ValueError, OverflowError) as error:
+        raise InvalidInputError(f"{where}: rows differ in length, or are no numbers ({str(error)[:80]})") from error
+    if array.dtype.kind not in "iuf":
+        raise InvalidInputError(f"{where}: expected numbers; got values of type {array.dtype}")
+    return array
+
+
+def why(error: Exception) -> str:
+    """An operating system's reason without its path."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+def short_text(value: object) -> str:
+    """A value of a file, as it is shown in a sentence: on one line, and not longer than one."""
+    text = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:50]}… ({len(value) if isinstance(value, (list, str, dict)) else 1} values)"
+
+
+def ids_text(ids: tuple[int, ...] | list[int]) -> str:
+    """Ids for people, runs as ranges: (0, 1, 2, 60) -> '0-2, 60'."""
+    runs: list[list[int]] = []
+    for value in ids:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"… ({len(ids)} in all)"])
