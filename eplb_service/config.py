@@ -136,7 +136,7 @@ class CostSettings:
     horizon_steps: int | None = setting(None, "steps that a gain is worth", kind=int, unit="steps", low=1)
     bytes_per_s: float | None = setting(None, "rate at which a rank receives weights", kind=float, unit="bytes/s", above=0.0)
     cross_node_bytes_per_s: float | None = setting(
-        None, "the same from ranks of other nodes; as bytes_per_s if only that is given", kind=float, unit="bytes/s", above=0.0
+        None, "rate of a NIC from other nodes; as bytes_per_s if only that is given", kind=float, unit="bytes/s", above=0.0
     )
     commit_stall_s: float | None = setting(None, "time that a chunk's flip stops every rank", kind=float, unit="s", low=0.0)
     copy_interference: float | None = setting(
