@@ -52,6 +52,7 @@ def generation_of(placement: Placement) -> Generation:
         bytes_by_link={LinkKind.SAME_RANK: 1, LinkKind.SAME_NODE: 2, LinkKind.CROSS_NODE: 3},
         bytes_without_source=4,
         bytes_into_busiest_rank=5,
+        bytes_into_busiest_nic=6,
     )
     return Generation(
         number=GenerationNumber(7),
@@ -128,6 +129,13 @@ def altered(**changes: object) -> bytes:
     """A document whose checksum is right and whose content is not."""
     body = json.loads(encode_generation(generation_of(SMALL)))["body"] | changes
     return generation_codec._sealed("eplb.generation", {name: value for name, value in body.items() if value != "absent"})
+
+
+def test_generation_of_an_earlier_release_knows_no_nics() -> None:
+    moves = json.loads(encode_generation(generation_of(SMALL)))["body"]["moves"]
+    assert moves.pop("bytes_into_busiest_nic") == 6
+    earlier = decode_generation(altered(moves=moves))
+    assert earlier.moves == dataclasses.replace(generation_of(SMALL).moves, bytes_into_busiest_nic=0)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ from eplb_service.hops import TokenHops, token_hops
 from eplb_service.ids import ChunkId, DeploymentId, GroupId, Incarnation, Phase, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
-from eplb_service.placement import Table
+from eplb_service.placement import Placement, Table
 from eplb_service.planner.learning import Learning
+from eplb_service.planner.proposing import moves_between
 from eplb_service.topology import LinkKind, Topology
 from tests.unit.test_dispatch import Case, cases, walk
 
@@ -108,6 +109,20 @@ def test_four_ranks_behind_one_nic_wait_for_one_another() -> None:
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=0)) == 50.0
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=400)) == 200.0
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=100)) == 50.0
+
+
+def test_tables_are_carried_one_after_another_so_what_their_nics_take_adds_up() -> None:
+    registrations = [replace(rank_on("rail0", rank), node="ab"[rank]) for rank in range(2)]
+    model = registrations[0].models[0]
+    both = (model, replace(model, name="drafter"))
+    group = Group.of(tuple(replace(registration, models=both) for registration in registrations))
+    tables = [table_of([[0, 1, 2, 3]], 4, 2), table_of([[0, 2, 2, 3]], 4, 2)]
+    before, after = (
+        Placement(tuple(Table(name, (0,), 4, group.rank_ids, table.physical_to_logical) for name in ("v3", "drafter")))
+        for table in tables
+    )
+    moves = moves_between(before, after, group)
+    assert moves.bytes_by_link[LinkKind.CROSS_NODE] == moves.bytes_into_busiest_nic == 2 * 8
 
 
 def test_nics_are_told_by_node_and_name() -> None:
