@@ -13,6 +13,7 @@ from pathlib import Path
 from eplb_service.control import PLANNER_PORT
 from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
+from eplb_service.forecast import Kind
 from eplb_service.gate import GateConfig
 from eplb_service.policy.base import Constraints, Effort, FailureDomain, Resilience
 from eplb_service.rollout.events import RolloutSettings
@@ -23,6 +24,7 @@ from eplb_service.validation import ValidationConfig
 DEFAULT_METRICS_PORT = 7471
 MODES = ("observe", "auto", "pinned")
 EMBEDDED = "embedded"
+FORECASTS = ("auto", "off", *Kind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +94,10 @@ class PlanningConfig:
         None, "share of the hottest experts that must outlive a lost rank or node", kind=float, above=0.0, high=1.0
     )
     resilient_domain: str = setting("node", "what they must outlive the loss of", choices=tuple(FailureDomain))
+    forecast: str = setting(
+        "auto", "forecasts of load that may be planned for, each only where backtests show that it wins", choices=FORECASTS
+    )
+    forecast_day_bins: int = setting(24, "bins of the day in which load is learned", unit="bins", low=2, high=288)
 
     def constraints(self, *, max_replicas: int) -> Constraints:
         """For `PlanningProblem`. max_replicas: width of the engine's replica table."""

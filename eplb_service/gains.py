@@ -21,7 +21,14 @@ import numpy.typing as npt
 from eplb_service.dispatch import Dispatch, imbalance_of
 from eplb_service.errors import InvalidInputError
 from eplb_service.moves import NO_MOVES, MoveSummary
-from eplb_service.noise import drift_dispersion, largest_by_row, largest_of_normals, overdispersion, rank_moments
+from eplb_service.noise import (
+    drift_dispersion,
+    error_dispersion,
+    largest_by_row,
+    largest_of_normals,
+    overdispersion,
+    rank_moments,
+)
 from eplb_service.placement import Table
 from eplb_service.policy.base import FrontPoint, Proposal
 from eplb_service.topology import Topology
@@ -39,6 +46,8 @@ class TableEvidence:
     loads: shape (W, L, E), tokens, the window that the proposal was made from. source_loads: shape (L, R, E), tokens that each
     rank sent; None = all alike. flips: chunks that each of `points` takes, None = it cannot be carried out; empty = one each.
     expert_bytes: bytes of one expert of each layer; empty = 0.
+    counted: where `loads` are a forecast: the windows as they were counted, whose noise counts too; else None.
+    forecast_error: mean squared distance between such forecasts and what was seen then (see `backtest`).
     """
 
     loads: Float64Array
@@ -47,6 +56,8 @@ class TableEvidence:
     source_loads: Float64Array | None = None
     flips: tuple[int | None, ...] = ()
     expert_bytes: tuple[int, ...] = ()
+    counted: Float64Array | None = None
+    forecast_error: float = 0.0
 
     @property
     def points(self) -> tuple[FrontPoint, ...]:
@@ -140,11 +151,25 @@ class TableGains:
         return self.keep if point == KEEP else self.points[point]
 
 
+def _dispersions(table: TableEvidence) -> tuple[float, float]:
+    """Noise of this window, and of the next one around it, over multinomial sampling.
+
+    A forecast is as uncertain as the windows behind it and as forecasts were before, whichever is more. What the live placement
+    shows under it is forecast too. Neither is ever less than for the windows as they are.
+    """
+    clumped, ahead = overdispersion(table.loads), drift_dispersion(table.loads)
+    if table.counted is None:
+        return clumped, ahead
+    off = error_dispersion(table.loads.sum(axis=0), table.forecast_error)
+    clumped = max(clumped, overdispersion(table.counted), off)
+    return clumped, max(clumped, ahead, drift_dispersion(table.counted))
+
+
 def table_gains(table: TableEvidence, topology: Topology, dispatch: Dispatch) -> TableGains:
     """Every point of a table scored. Raises what `imbalance_of` raises."""
     total = table.loads.sum(axis=0)
     before = np.array(imbalance_of(total, table.current, topology, dispatch, table.source_loads).per_layer)
-    clumped, ahead = overdispersion(table.loads), drift_dispersion(table.loads)
+    clumped, ahead = _dispersions(table)
     means, errors = rank_moments(total, table.current, topology, dispatch, clumped, table.source_loads)
     _, now_error = largest_by_row(means, errors)
     points = []

@@ -128,6 +128,21 @@ def drift_dispersion(loads: Float64Array) -> float:
     return clumped + DRIFT_GROWTH * max(0.0, halves - clumped)
 
 
+def error_dispersion(loads: Float64Array, squared_error: float) -> float:
+    """Dispersion that makes sampling noise as large as a measured error of popularity.
+
+    Loads: shape (L, E), tokens. squared_error: sum over experts of squared differences of shares, mean over layers weighted by
+    tokens. Multinomial sampling of n tokens makes it (1 - sum of squared shares) / n.
+    """
+    total = loads.sum(axis=1)
+    busy = total > 0
+    if not busy.any():
+        return 1.0
+    popularity = loads[busy] / total[busy, None]
+    sampled = float((1.0 - (popularity**2).sum(axis=1)).sum()) / float(total[busy].sum())
+    return squared_error / sampled if sampled > 0 else 1.0
+
+
 def rank_moments(
     loads: Float64Array,
     table: Table,

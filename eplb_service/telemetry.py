@@ -7,13 +7,15 @@ this process.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
 from eplb_service.errors import EnvironmentFault
+from eplb_service.forecast import LAST
+from eplb_service.forecast import NAMES as FORECASTS
 
 SOLVE_BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 STALL_BUCKETS_S = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -40,6 +42,8 @@ class DeploymentGauges:
     same_node_bytes_per_s: float | None = None
     cross_node_bytes_per_s: float | None = None
     commit_stall_s: float | None = None
+    forecast_used: str = LAST
+    forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
 
 class Metrics:
@@ -85,6 +89,14 @@ class Metrics:
             [*by, "link"],
         )
         self._stall = self._gauge("eplb_commit_stall_seconds", "Mean time that a chunk's flip held up steps.", by)
+        self._forecast = self._gauge(
+            "eplb_forecast_used", "1 for what plans are made for: the `last` windows, or a forecaster.", [*by, "forecaster"]
+        )
+        self._less_off = self._gauge(
+            "eplb_forecast_less_off",
+            "By how much a forecaster is less off than the last windows, as a share of that, over its backtests.",
+            [*by, "forecaster"],
+        )
         self._gain = self._gauge(
             "eplb_generation_gain",
             "Fall of imbalance (mean over layers by load) of the generation judged last: promised by the gate, and observed"
@@ -139,6 +151,9 @@ class Metrics:
         self._set_or_drop(self._stall, (deployment,), gauges.commit_stall_s)
         for link, rate in (("same_node", gauges.same_node_bytes_per_s), ("cross_node", gauges.cross_node_bytes_per_s)):
             self._set_or_drop(self._link_rate, (deployment, link), rate)
+        for name in FORECASTS:
+            self._forecast.labels(deployment, name).set(float(name == gauges.forecast_used))
+            self._set_or_drop(self._less_off, (deployment, name), gauges.forecast_less_off.get(name))
 
     def verdict_given(self, deployment: str, code: str) -> None:
         """The gate answered."""

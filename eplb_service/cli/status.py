@@ -101,6 +101,7 @@ def _learned(learned: Any) -> Iterator[tuple[str, str, str]]:
         ("move cost", learned.moves),
         ("horizon", learned.horizon),
         ("promises", learned.promises),
+        ("forecast", learned.forecast),
     ):
         if text:
             yield label, text, ""

@@ -21,6 +21,7 @@ from eplb_service.planner.agent_link import AgentLink
 from eplb_service.planner.carrier import Carrier
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.documents import Settings, VerdictRecord
+from eplb_service.planner.forecasting import Forecasting
 from eplb_service.planner.leading import Leading
 from eplb_service.planner.learning import Learning
 from eplb_service.planner.ledger import Ledger
@@ -57,7 +58,14 @@ class Deployment:
             Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
             lambda outcome: context.metrics.report_answered(name, outcome),
         )
-        self.learning = Learning(windows_kept=config.planning.windows_kept)
+        self.learning = Learning(
+            windows_kept=config.planning.windows_kept,
+            forecasting=Forecasting(
+                mode=config.planning.forecast,
+                day_bins=config.planning.forecast_day_bins,
+                num_windows=config.planning.windows,
+            ),
+        )
         self.outcomes = Outcomes(self)
         self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count)
         self.leading = Leading(
@@ -185,7 +193,15 @@ class Deployment:
             return
         try:
             enough = self.learning.window_closed(
-                last.window, last.imbalance, live, group, dispatch_of(group), copying=self._is_copying()
+                last.window,
+                last.imbalance,
+                live,
+                group,
+                dispatch_of(group),
+                copying=self._is_copying(),
+                at_s=self.context.clock.wall(),
+                commit_s=self.ledger.commit_s,
+                serve_s=max(self.context.config.planning.interval_s, self.context.gate.min_generation_age_s),
             )
         except EplbError as error:  # windows of other tables than those live now: the next ones will do
             self._log.debug("window.not_learned", reason=str(error))
@@ -316,6 +332,7 @@ class Deployment:
             plans=tuple(learning.plans),
             history=tuple(learning.history),
             horizon=learning.horizon,
+            forecast=learning.forecasting.forecast(),
         )
 
     def why_stale(self, decision: Decision) -> str:
@@ -415,4 +432,6 @@ class Deployment:
             same_node_bytes_per_s=measured.bytes_per_s,
             cross_node_bytes_per_s=measured.cross_node_bytes_per_s,
             commit_stall_s=measured.commit_stall_s,
+            forecast_used=self.learning.forecasting.used(),
+            forecast_less_off=self.learning.forecasting.less_off(),
         )

@@ -22,11 +22,13 @@ from eplb_service.errors import BrokenInvariantError
 from eplb_service.gate import CLEARED_NOISE, Verdict
 from eplb_service.generation import LiveMap
 from eplb_service.horizon import Horizon, PastPlan, WindowSum
+from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Float64Array, Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.noise import overdispersion
 from eplb_service.placement import Placement
 from eplb_service.planner.documents import pack_loads, unpack_loads
+from eplb_service.planner.forecasting import OFF, Forecasting
 from eplb_service.planner.loads import loads_of, source_loads_of
 from eplb_service.topology import Topology
 from eplb_service.validation import Bias, changed_share
@@ -67,13 +69,15 @@ class Facts:
     horizon: str
     promises: str
     hold: str
+    forecast: str
     numbers: Mapping[str, float]
 
 
 class Learning:
-    """What was learned of one deployment."""
+    """What was learned of one deployment. forecasting: None = none."""
 
-    def __init__(self, *, windows_kept: int) -> None:
+    def __init__(self, *, windows_kept: int, forecasting: Forecasting | None = None) -> None:
+        self.forecasting = forecasting or Forecasting(mode=OFF, day_bins=1, num_windows=1)
         self.costs = Learned()
         self.bias = Bias()
         self.horizon: Horizon | None = None
@@ -81,6 +85,8 @@ class Learning:
         self.held: deque[Held] = deque(maxlen=HELD_KEPT)
         self.baseline: tuple[StepTimeModel, float] | None = None
         """Step-time model before the last rollout, and seconds that steps took longer than it says; None = not known."""
+        self.serves: tuple[GenerationNumber, int, int] | None = None
+        """Generation that was planned for a forecast, with the first and last window that it is to serve. Not stored."""
         self.history: deque[WindowSum] = deque(maxlen=windows_kept)
         self.plans: deque[PastPlan] = deque(maxlen=PLANS_KEPT)
         self._windows_until_stored = STORE_EVERY
@@ -92,6 +98,8 @@ class Learning:
         """Windows are counted anew, over other ranks perhaps."""
         self.history.clear()
         self.plans.clear()
+        self.serves = None
+        self.forecasting.group_changed()
         self._nic_transfers = NicTransfers()
 
     def window_closed(
@@ -103,9 +111,13 @@ class Learning:
         dispatch: Dispatch,
         *,
         copying: bool | None,
+        at_s: float,
+        commit_s: float,
+        serve_s: float,
     ) -> bool:
         """One more window; imbalance: under the live map. Returns whether it is time to store what was learned.
 
+        at_s: wall clock. commit_s, serve_s: see `Forecasting.window_closed`.
         copying: weights are copied at its end; None: a rollout is under way and copies nothing just now, so that its steps are
         neither free of a rollout nor a measure of copying.
         """
@@ -127,6 +139,13 @@ class Learning:
             )
         )
         self._bound_history()
+        self.forecasting.window_closed(
+            [(part.shape, load) for part, load in zip(counted, loads, strict=True)],
+            at_s=at_s,
+            commit_s=commit_s,
+            serve_s=serve_s,
+            num_ranks=len(group.topology.alive_positions()),
+        )
         self._learn_step(window, loads, imbalance, live, group, copying=copying)
         self._windows_until_stored -= 1
         if self._windows_until_stored <= 0:
@@ -244,6 +263,7 @@ class Learning:
             "cross_node_bytes_per_s": measured.cross_node_bytes_per_s,
             "commit_stall_s": measured.commit_stall_s,
             "copy_interference": measured.copy_interference,
+            **self.forecasting.numbers(),
         }
         promised = self.bias.promised > 0
         return Facts(
@@ -253,6 +273,7 @@ class Learning:
             promises=f"{self.bias.share:.0%} of what a plan promises is believed, as earlier ones came true"
             if promised
             else "",
+            forecast=self.forecasting.sentence(),
             hold=f"generation {self.held[-1].generation} was rolled back: {self.held[-1].reason}" if self.held else "",
             numbers={name: value for name, value in numbers.items() if value is not None},
         )
@@ -296,6 +317,7 @@ class Learning:
             if horizon is None
             else [horizon.steps, horizon.half_life_steps, list(horizon.shares), horizon.num_plans],
             "held": [_held_tree(held) for held in self.held],
+            "forecasts": self.forecasting.to_json(),
         }
         return json.dumps(tree, separators=(",", ":"), allow_nan=False).encode()
 
@@ -307,11 +329,13 @@ class Learning:
             bias = Bias(*(float(value) for value in tree["bias"]))
             horizon = _horizon(tree["horizon"])
             held = deque((_held(part) for part in tree["held"]), maxlen=HELD_KEPT)
+            forecasting = self.forecasting.remembered(tree.get("forecasts"))  # documents of 0.1.0 have none
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise BrokenInvariantError(
                 f"what was learned of this deployment cannot be read ({error}); it is learned anew"
             ) from None
         self.costs, self.bias, self.horizon, self.held = costs, replace(bias), horizon, held
+        self.forecasting = forecasting
 
 
 def _horizon(tree: Any) -> Horizon | None:

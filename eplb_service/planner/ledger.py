@@ -26,6 +26,8 @@ from eplb_service.store.base import Store
 
 GENERATIONS_KEPT = 64
 LIST_MAX = 1000
+COMMITS_MEAN = 8
+"""Generations whose rollouts tell how long the next one takes."""
 
 UNFINISHED = frozenset({GenerationState.PUBLISHED, GenerationState.ROLLING_OUT})
 
@@ -68,6 +70,13 @@ class Ledger:
         self._deployment, self._store = deployment, store
         self._request_names: list[str] = []
         self._answers: dict[str, RequestRecord] = {}
+
+    @property
+    def commit_s(self) -> float:
+        """Time that the last few rollouts took, mean; 0 while there was none."""
+        took = [self.generations[number].rollout_s for number in sorted(self.generations)[-COMMITS_MEAN:]]
+        known = [seconds for seconds in took if seconds > 0]
+        return sum(known) / len(known) if known else 0.0
 
     async def load(self) -> None:
         """Read the store. Raises what it raises, and BrokenInvariantError for documents that cannot be read.

@@ -23,6 +23,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
 from eplb_service.placement import Placement, Table
+from eplb_service.planner.forecasting import LoadForecast
 from eplb_service.planner.loads import dispatch_of, loads_of, sources_for_plans
 from eplb_service.policy.base import Effort, FrontPoint, PlanningProblem, Proposal
 from eplb_service.rollout.chunk_count import count_chunks
@@ -57,9 +58,11 @@ class Decision:
 
     choice: the point that the gate speaks of (the policy's own plan where it looked at none); own: the policy's own plan.
     live_digest: of the live map that it starts from. made_at_s: when its window was taken, on the planner's monotonic clock.
-    num_points: points to choose from; points: them, of each table. loads: that it was made for, shape (L, E) for each table.
+    num_points: points to choose from; points: them, of each table.
+    loads: of the windows that it was made from (also where it was made for a forecast), shape (L, E) for each table.
     cost, horizon: what the gate priced it with; None = not known.
     cannot_roll_out: why the choice cannot be carried out (a layer that staging does not hold, …); empty when it can.
+    serves: first and last window (index) that it was made for; None = made from the windows as they were, no forecast.
     """
 
     policy: str
@@ -79,6 +82,7 @@ class Decision:
     horizon: Horizon | None = None
     cut_off: bool = False
     cannot_roll_out: str = ""
+    serves: tuple[int, int] | None = None
 
     @property
     def target(self) -> Placement:
@@ -101,6 +105,7 @@ class Known:
     """What is known of a deployment beside the window: costs, how past plans went stale, how much of a promise comes true.
 
     hold: why nothing is to be moved now; empty when nothing speaks against it.
+    forecast: what is planned for; None = the windows as they are.
     """
 
     measured: MeasuredCosts = field(default_factory=MeasuredCosts)
@@ -109,6 +114,7 @@ class Known:
     plans: tuple[PastPlan, ...] = ()
     history: tuple[WindowSum, ...] = ()
     horizon: Horizon | None = None
+    forecast: LoadForecast | None = None
 
 
 def same_shape(first: Placement, second: Placement) -> bool:
@@ -216,13 +222,14 @@ class Proposer:
         known: Known,
         now_s: float,
     ) -> Decision:
-        """Plan every table from the live map and ask the gate. Raises what the solver raises."""
-        dispatch = dispatch_of(group)
+        """Plan every table from the live map, for what is forecast, and ask the gate. Raises what the solver raises."""
+        dispatch, counted = dispatch_of(group), window
+        window = known.forecast.applied(counted) if known.forecast is not None else counted
         planned: list[tuple[PlanningProblem, Proposal]] = []
         for table in live.placement.tables:
             problem = self._problem(table, window, group, dispatch)
             planned.append((problem, await self.solver.solve(problem, policy, self.deadline_s)))
-        return await asyncio.to_thread(self._decide, group, live, window, policy, planned, generation_age_s, known, now_s)
+        return await asyncio.to_thread(self._decide, group, live, counted, policy, planned, generation_age_s, known, now_s)
 
     def _problem(self, table: Table, window: CombinedWindow, group: Group, dispatch: Dispatch) -> PlanningProblem:
         planning, counted = self.planning, loads_of(window, table)
@@ -255,7 +262,11 @@ class Proposer:
     ) -> Decision:
         """Everything after the plans, in a thread: scoring a front of a large deployment takes a second or two."""
         cost, horizon = priced(known, self.given, window, group)
-        evidence = tuple(self._evidence(problem, proposal, group) for problem, proposal in planned)
+        counted = [loads_of(window, problem.current).loads for problem, _ in planned]
+        evidence = tuple(
+            self._evidence(problem, proposal, group, loads, known.forecast)
+            for (problem, proposal), loads in zip(planned, counted, strict=True)
+        )
         proposals = [proposal for _, proposal in planned]
         verdict = decide(
             self.gate,
@@ -272,6 +283,8 @@ class Proposer:
                 hold=known.hold,
             ),
         )
+        if known.forecast is not None:
+            verdict = replace(verdict, reason=f"{verdict.reason}; {known.forecast.words}")
         own = [plan_of(proposal, problem.current) for problem, proposal in planned]
         chosen = (
             [
@@ -296,14 +309,22 @@ class Proposer:
             made_at_s=now_s,
             num_points=max(len(table.points) for table in evidence),
             points=tuple(table.points for table in evidence),
-            loads=tuple(problem.total_loads for problem, _ in planned),
+            loads=tuple(part.sum(axis=0) for part in counted),
             cost=cost,
             horizon=horizon,
             cut_off=any(proposal.cut_off for proposal in proposals),
+            serves=known.forecast.served_after(window.windows[-1][1]) if known.forecast is not None else None,
             cannot_roll_out=why_not_carried(live.placement, choice.target, group, self.layers_per_chunk_max),
         )
 
-    def _evidence(self, problem: PlanningProblem, proposal: Proposal, group: Group) -> TableEvidence:
+    def _evidence(
+        self,
+        problem: PlanningProblem,
+        proposal: Proposal,
+        group: Group,
+        counted: npt.NDArray[np.float64],
+        forecast: LoadForecast | None,
+    ) -> TableEvidence:
         points = points_of(proposal, problem.current)
         flips = [
             count_chunks(
@@ -324,6 +345,8 @@ class Proposer:
             proposal=proposal,
             flips=tuple(flips) if any(count is not None for count in flips) else (1,) * len(flips),
             expert_bytes=problem.expert_bytes,
+            counted=counted if forecast is not None else None,
+            forecast_error=forecast.error if forecast is not None else 0.0,
         )
 
 

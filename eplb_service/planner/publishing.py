@@ -20,7 +20,10 @@ from eplb_service.planner.ledger import Previous
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """What a new generation is to hold. loads: that it was planned for, shape (L, E) for each table; empty: not known."""
+    """What a new generation is to hold. loads: that it was planned for, shape (L, E) for each table; empty: not known.
+
+    serves: first and last window that it was planned for by a forecast; None: planned from the windows as they were.
+    """
 
     target: Placement
     before: Imbalance
@@ -32,6 +35,7 @@ class Content:
     promised_gain: float | None = None
     gain_share: float = 1.0
     loads: Loads = ()
+    serves: tuple[int, int] | None = None
 
 
 async def publish(
@@ -87,5 +91,6 @@ async def publish(
         log.warning("generation.stopped", generation=number, reason=why)
         deployment.became(generation.stopped(f"not begun: {why}"))
     else:
+        deployment.learning.serves = (number, *content.serves) if content.serves is not None else None
         deployment.begin_rollout(generation)
     return record

@@ -167,7 +167,9 @@ class Steering:
         window = deployment.load.windows.combine(deployment.context.config.planning.windows)
         if group is None or live is None or window is None:
             return None
-        verdict = nothing_to_gain(deployment.context.gate, imbalance_under(window, live.placement, group))
+        forecast = deployment.learning.forecasting.forecast()
+        ahead = window if forecast is None else forecast.applied(window)
+        verdict = nothing_to_gain(deployment.context.gate, imbalance_under(ahead, live.placement, group))
         return self._recorded(verdict) if verdict is not None else None
 
     async def dry_run(self, policy: str) -> tuple[Decision, VerdictRecord]:
@@ -363,6 +365,7 @@ class Steering:
             promised_gain=decision.verdict.gain if by_gate else None,
             gain_share=decision.verdict.numbers.get("gain_share", 1.0),
             loads=decision.loads,
+            serves=decision.serves,
         )
 
     def _verdict(self, decision: Decision) -> VerdictRecord:

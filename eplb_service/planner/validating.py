@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import structlog
 
 from eplb_service.generation import Generation, GenerationState
+from eplb_service.horizon import WindowSum
 from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Float64Array
 from eplb_service.placement import Placement
@@ -32,6 +36,15 @@ class Fault:
     previous: Placement
     live_digest: int
     loads: tuple[Float64Array, ...]
+
+
+def to_judge(windows: Sequence[WindowSum], due: Sequence[int], num_seen: int) -> list[WindowSum]:
+    """The windows that are the next to be looked at. due: least index of each in turn; num_seen: those that were already."""
+    chosen: list[WindowSum] = []
+    for window in windows:
+        if num_seen + len(chosen) < len(due) and window.index >= due[num_seen + len(chosen)]:
+            chosen.append(window)
+    return chosen
 
 
 class Validating:
@@ -83,7 +96,8 @@ class Validating:
             window
             for window in deployment.learning.history
             if window.live_digest == live.digest and window.coverage >= least and window.index not in seen
-        ][: config.windows - len(seen)]
+        ]
+        windows = to_judge(windows, self._due(generation.number, config.windows), len(seen))
         if not windows or not same_shape(previous.placement, live.placement):
             return
         model, offset_s = deployment.learning.baseline or (None, 0.0)
@@ -104,6 +118,16 @@ class Validating:
         if current is not generation:
             return  # something happened to it meanwhile
         self._add(generation, tuple(observations), previous, live.digest)
+
+    def _due(self, number: GenerationNumber, num_windows: int) -> list[int]:
+        """Least index of each window that a generation is judged on: the next ones, or evenly over those it was planned for.
+
+        A plan for a forecast may be made for what begins a little later; then its first windows alone would be no fair judge.
+        """
+        serves = self._deployment.learning.serves
+        if serves is None or serves[0] != number:
+            return [0] * num_windows
+        return [math.floor(index) for index in np.linspace(serves[1], serves[2], num_windows)]
 
     def _looked_at(self) -> tuple[Generation | None, Previous | None]:
         """The live generation while it is to be judged, and what was live before it."""

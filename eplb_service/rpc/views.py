@@ -249,6 +249,7 @@ def learned_view(deployment: Deployment) -> admin_pb2.LearnedView:
         horizon=facts.horizon,
         promises=facts.promises,
         hold=facts.hold,
+        forecast=facts.forecast,
         numbers=facts.numbers,
     )
 

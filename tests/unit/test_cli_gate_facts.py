@@ -10,13 +10,14 @@ from eplb_service.pb.v1 import admin_pb2, placement_pb2
 def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
     view = admin_pb2.DeploymentStatus(deployment="chat")
     labels = [label for label, _, _ in _facts(view)]
-    assert not {"step cost", "move cost", "horizon", "promises", "HELD"} & set(labels)
+    assert not {"step cost", "move cost", "horizon", "promises", "forecast", "HELD"} & set(labels)
     view.learned.CopyFrom(
         admin_pb2.LearnedView(
             step_time="2 us of step time for a token more",
             moves="12 GB/s within a node",
             horizon="a gain is worth 900 steps",
             promises="80% of what a plan promises is believed",
+            forecast="planned from the last windows: 3 of 16 backtests of forecasts are done",
             hold="generation 3 was rolled back: worse by step time",
         )
     )
@@ -25,6 +26,7 @@ def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
     assert shown["move cost"] == ("12 GB/s within a node", "")
     assert shown["horizon"][0] == "a gain is worth 900 steps"
     assert shown["promises"][0].startswith("80%")
+    assert shown["forecast"][0].startswith("planned from the last windows: 3 of 16 backtests")
     assert shown["HELD"][0].startswith("generation 3 was rolled back: worse by step time; nothing is moved under the load")
 
 

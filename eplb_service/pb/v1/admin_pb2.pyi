@@ -95,7 +95,7 @@ class VerdictView(_message.Message):
     def __init__(self, move: bool = ..., code: _Optional[str] = ..., reason: _Optional[str] = ..., decided_at_s: _Optional[float] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class LearnedView(_message.Message):
-    __slots__ = ("step_time", "moves", "horizon", "promises", "hold", "numbers")
+    __slots__ = ("step_time", "moves", "horizon", "promises", "hold", "numbers", "forecast")
     class NumbersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -109,13 +109,15 @@ class LearnedView(_message.Message):
     PROMISES_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
+    FORECAST_FIELD_NUMBER: _ClassVar[int]
     step_time: str
     moves: str
     horizon: str
     promises: str
     hold: str
     numbers: _containers.ScalarMap[str, float]
-    def __init__(self, step_time: _Optional[str] = ..., moves: _Optional[str] = ..., horizon: _Optional[str] = ..., promises: _Optional[str] = ..., hold: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    forecast: str
+    def __init__(self, step_time: _Optional[str] = ..., moves: _Optional[str] = ..., horizon: _Optional[str] = ..., promises: _Optional[str] = ..., hold: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., forecast: _Optional[str] = ...) -> None: ...
 
 class DeploymentStatus(_message.Message):
     __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned")
