@@ -13,11 +13,12 @@ from eplb_service.cli.client import planner_client, the_deployment, tls_options
 from eplb_service.cli.front_picture import check_picture, draw_front
 from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
 from eplb_service.cli.output import console, output_option, print_json
-from eplb_service.cli.plan_request import checked_together, flag, loads_of, problem_of
+from eplb_service.cli.plan_request import checked_together, flag, loads_of, problem_of, together_of
 from eplb_service.dispatch import Dispatch
 from eplb_service.policy.base import Effort
 
 if TYPE_CHECKING:
+    from eplb_service.formats.recording import LoadRecording
     from eplb_service.offline.facts import PlanFacts
     from eplb_service.offline.plan import OfflinePlan
 
@@ -35,7 +36,7 @@ GOAL = ("max_imbalance", "max_moves", "max_moves_per_rank", "max_moves_per_layer
 SEARCH = ("policy", "effort", "work_budget", "time_limit", "seed", "certify")
 IN_FILE = (*FLEET, *CONSTRAINTS, *GOAL, *SEARCH)
 GROUPS = {
-    "From": ("load", "source_load", "current", "from_nothing", "resize", "to", "fleet"),
+    "From": ("load", "load_format", "source_load", "together", "current", "from_nothing", "resize", "to", "fleet"),
     "Fleet": FLEET,
     "Constraints": CONSTRAINTS,
     "Goal and limits": GOAL,
@@ -48,7 +49,16 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
 
 @click.command(short_help="Plan from a file, or a dry run on a planner.", cls=GroupedCommand, groups=GROUPS)
 @click.option(
-    "--load", type=FILE, metavar="FILE", help="Expert loads, tokens: .npy, .npz, .json; [layers, experts] or [windows, …]."
+    "--load",
+    type=FILE,
+    metavar="FILE",
+    help="Expert loads: an engine's recording (file, folder or pattern), or .npy, .npz, .json of [layers, experts].",
+)
+@click.option(
+    "--format",
+    "load_format",
+    type=click.Choice(["sglang", "trtllm", "numpy", "json", "eplb"]),
+    help="What --load is.  [default: found out]",
 )
 @click.option(
     "--source-load",
@@ -57,7 +67,16 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     help="Tokens that each rank sends, [layers, ranks, experts]; for --dispatch nearest.",
 )
 @click.option(
-    "--current", type=FILE, metavar="FILE", help="Placement to start from: a plan, a placement file or .npy [layers, slots]."
+    "--together",
+    type=FILE,
+    metavar="FILE",
+    help="Tokens that chose two experts: .npy, .npz; [layers, experts, experts], or choices [tokens, layers, k].",
+)
+@click.option(
+    "--current",
+    type=values.placement_file,
+    metavar="[FORMAT:]FILE",
+    help="Placement to start from: a plan, an engine's file or .npy [layers, slots]; its format is found out.",
 )
 @click.option("--from-nothing", is_flag=True, help="No weights are in place yet: moves cost nothing.")
 @click.option(
@@ -65,7 +84,9 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     is_flag=True,
     help="--current is of a fleet of another size: ranks in both keep what they hold, new ones are empty.",
 )
-@click.option("--to", type=FILE, metavar="FILE", help="Go to this placement (policy static), within the limits.")
+@click.option(
+    "--to", type=values.placement_file, metavar="[FORMAT:]FILE", help="Go to this placement (policy static), within the limits."
+)
 @click.option(
     "--fleet",
     type=FILE,
@@ -214,7 +235,12 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     metavar="FROM..TO",
     help="Instead of --slots-per-rank: what each choice buys and costs.",
 )
-@click.option("--out", type=FILE, metavar="FILE", help="Write the placement (JSON; --current and --to read it back).")
+@click.option(
+    "--out",
+    type=values.placement_file,
+    metavar="[FORMAT:]FILE",
+    help="Write the placement as eplb (default; --current and --to read it back), sglang, trtllm or vllm-ascend has it.",
+)
 @click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Planner to ask (environment: EPLB_PLANNER).")
 @tls_options
 @click.option(
@@ -240,7 +266,7 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
               eplb plan -d chat-decode --planner planner:7470
     """
     context = click.get_current_context()
-    names = ("source_load", "current", "fleet", *options)
+    names = ("source_load", "together", "current", "fleet", *options)
     sources = {name: context.get_parameter_source(name) for name in names}
     from_file = [name for name in names if sources[name] is ParameterSource.DEFAULT_MAP]
     if load is None:
@@ -255,20 +281,24 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
 
 def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     from eplb_service.cli import plan_page  # noqa: PLC0415  (keeps `eplb plan --help` quick)
+    from eplb_service.formats.placements import format_to_write  # noqa: PLC0415
     from eplb_service.offline.facts import facts_of  # noqa: PLC0415
     from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
     from eplb_service.offline.plan_document import plan_document  # noqa: PLC0415
 
     if options["pareto"] not in (None, TABLE):
         check_picture(options["pareto"])
-    loads, source_loads = loads_of(load, options)
+    if options["out"] is not None:
+        format_to_write(options["out"])
+    recording, source_loads = loads_of(load, options)
+    together = together_of(recording, options)
     made = []
     for slots in options["sweep_slots"] or (options["slots_per_rank"],):
-        problem = problem_of(loads, source_loads, options, slots_per_rank=slots)
+        problem = problem_of(recording, source_loads, options, slots_per_rank=slots, together=together)
         against = "linear" if options["current"] is None else "current"
         plan = plan_offline(problem, policy=options["policy"], moves_against=against)
-        made.append((plan, facts_of(problem, plan.proposal)))
-    documents = [plan_document(plan, facts) for plan, facts in made] if output == "json" else []
+        made.append((plan, facts_of(problem, plan.proposal, None if together is None else together.choices)))
+    documents = [plan_document(plan, facts, recording) for plan, facts in made] if output == "json" else []
     if options["sweep_slots"] is not None:
         if output == "json":
             print_json(documents)
@@ -276,28 +306,28 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
             plan_page.show_sweep(made)
         return
     plan, facts = made[0]
-    _write(plan, options)
+    _write(plan, recording, options)
     if output == "json":
         print_json(documents[0])
     else:
-        _show(plan, facts, options)
+        _show(plan, facts, recording, options)
 
 
-def _write(plan: OfflinePlan, options: dict[str, Any]) -> None:
+def _write(plan: OfflinePlan, recording: LoadRecording, options: dict[str, Any]) -> None:
     """The files that were asked for."""
     if options["out"] is not None:
-        from eplb_service.offline.placement_file import write_placement  # noqa: PLC0415
+        from eplb_service.formats.placements import write_placement  # noqa: PLC0415
 
-        write_placement(options["out"], plan.proposal.placement)
+        write_placement(options["out"], plan.proposal.placement, num_layers=recording.num_layers)
     if options["pareto"] not in (None, TABLE):
         draw_front(options["pareto"], plan.proposal, max_imbalance=plan.problem.max_imbalance)
 
 
-def _show(plan: OfflinePlan, facts: PlanFacts, options: dict[str, Any]) -> None:
+def _show(plan: OfflinePlan, facts: PlanFacts, recording: LoadRecording, options: dict[str, Any]) -> None:
     """The page, and the details that were asked for."""
     from eplb_service.cli import plan_page  # noqa: PLC0415
 
-    plan_page.show_plan(plan, facts, out=options["out"])
+    plan_page.show_plan(plan, facts, recording, out=options["out"])
     if options["pareto"] == TABLE:
         plan_page.show_front(plan)
     elif options["pareto"] is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,11 @@ import numpy as np
 from eplb_service.cli.output import bytes_text, console, print_fact, print_table
 from eplb_service.cli.plan_request import flag
 from eplb_service.dispatch import Dispatch
+from eplb_service.formats.placements import PlacementPath
+from eplb_service.formats.recording import LoadRecording, left_out_text
 from eplb_service.hops import TokenHops
 from eplb_service.moves import residencies
+from eplb_service.node_visits import NodeVisits
 from eplb_service.offline.facts import LimitUse, PlanFacts, why_it_stopped
 from eplb_service.offline.plan import OfflinePlan
 from eplb_service.placement import EMPTY_SLOT
@@ -29,8 +31,8 @@ def both(mean: float, worst: float) -> str:
     return f"{mean:.4f} / {worst:.4f}"
 
 
-def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
-    """The plan as a page."""
+def show_plan(plan: OfflinePlan, facts: PlanFacts, recording: LoadRecording, *, out: PlacementPath | None) -> None:
+    """The plan as a page. recording: what the loads were read from."""
     proposal, problem, table = plan.proposal, plan.problem, plan.proposal.placement
     nodes = f" of {problem.topology.num_nodes} nodes" if problem.topology.num_nodes > 1 else ""
     status = proposal.status.replace("_", " ")
@@ -46,12 +48,21 @@ def show_plan(plan: OfflinePlan, facts: PlanFacts, *, out: Path | None) -> None:
     print_table(title, ("", "imbalance"), rows)
     screen = console()
     screen.print(summary(problem, proposal))
-    for label, text in facts_shown(plan, facts):
+    for label, text in [*load_shown(recording), *facts_shown(plan, facts)]:
         print_fact(label, text, width=FACT_WIDTH)
     dispatch = f" under {problem.dispatch.value} dispatch" if problem.dispatch != "even" else ""
     screen.print(f"solved in {proposal.solve_s:.3f} s; {LEGEND}{dispatch}", style="dim")
     if out is not None:
-        screen.print(f"placement written to {out}")
+        written = "" if out.format in (None, "eplb") else f" as {out.format} reads it"
+        screen.print(f"placement written to {out}{written}")
+
+
+def load_shown(recording: LoadRecording) -> list[tuple[str, str]]:
+    """What was left out of an engine's recording, or taken once."""
+    said = [text for text in (left_out_text(recording), *recording.notes) if text]
+    if not said:
+        return []
+    return [("load", f"{recording.source}, {recording.loads.shape[0]:,} windows: {'; '.join(said)}")]
 
 
 def summary(problem: PlanningProblem, proposal: Proposal) -> str:
@@ -90,6 +101,8 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
         shown.append(("tokens", f"{after.cross_node_share:.1%} cross nodes, before {before.cross_node_share:.1%}"))
     if facts.hops is not None and problem.topology.nics is not None:
         shown.append(("NICs", _nics(*facts.hops)))
+    if facts.visits is not None:
+        shown.append(("nodes", _visits(*facts.visits)))
     if plan.unprotected is not None and problem.constraints.resilience is not None:
         shown.append(("resilience", _resilience(plan)))
     if proposal.costs is not None and proposal.costs.num_kept_faults:
@@ -109,6 +122,14 @@ def _nics(before: TokenHops, after: TokenHops) -> str:
         f"the busiest of {after.num_nics} takes {after.busiest_nic_share:.1%} of the tokens that cross nodes,"
         f" {after.nic_imbalance:.4f} of the mean, before {before.nic_imbalance:.4f}"
     )
+
+
+def _visits(before: NodeVisits, after: NodeVisits) -> str:
+    """Nodes that a token visits: exact where tokens' choices are known, else between bounds."""
+    pairs = f"{after.pair_share:.1%} of the pairs of its experts on one node, before {before.pair_share:.1%}"
+    if before.exact is not None and after.exact is not None:
+        return f"{after.exact:.3f} a token and layer, before {before.exact:.3f}; {pairs}"
+    return f"{after.least:.2f} to {after.most:.2f} a token and layer, before {before.least:.2f} to {before.most:.2f}; {pairs}"
 
 
 def _to_load(plan: OfflinePlan) -> str:

@@ -12,10 +12,13 @@ import click
 from eplb_service.cli.values import RankNumbers
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import RankId
-from eplb_service.offline.load_file import Float64Array, read_array, read_json, read_loads, read_source_loads
-from eplb_service.offline.placement_file import Expectation, read_placement
+from eplb_service.formats.loads import read_recording
+from eplb_service.formats.placement_rows import Expectation
+from eplb_service.formats.placements import PlacementPath, ranks_in, read_placement
+from eplb_service.formats.recording import LoadRecording
+from eplb_service.offline.load_file import Float64Array, read_source_loads
 from eplb_service.offline.plan import fleet_topology, starting_table
+from eplb_service.offline.together_file import Together, read_together
 from eplb_service.placement import Table
 from eplb_service.policy.base import Constraints, Effort, PlanningProblem
 from eplb_service.policy.survivors import onto_ranks
@@ -80,14 +83,30 @@ def _is_given(value: object) -> bool:
     return value is not None and value is not False
 
 
-def loads_of(path: Path, options: Mapping[str, Any]) -> tuple[Float64Array, Float64Array | None]:
-    """Loads (W, L, E) and source loads (L, R, E), None = uniform."""
-    loads = read_loads(path)
+def loads_of(path: Path, options: Mapping[str, Any]) -> tuple[LoadRecording, Float64Array | None]:
+    """A recording of loads, and source loads (L, R, E) of its layers, None = uniform."""
+    recording = read_recording(path, options["load_format"])
     if options["source_load"] is None:
-        return loads, None
-    _, num_layers, num_logical = loads.shape
-    shape = {"num_layers": num_layers, "num_logical": num_logical, "num_ranks": options["ranks"]}
-    return loads, read_source_loads(options["source_load"], **shape)
+        return recording, None
+    return recording, read_source_loads(
+        options["source_load"],
+        num_layers=len(recording.layer_ids),
+        num_logical=recording.loads.shape[2],
+        num_ranks=options["ranks"],
+        num_rows=len(recording.row_ids),
+        positions=recording.row_positions,
+    )
+
+
+def together_of(recording: LoadRecording, options: Mapping[str, Any]) -> Together | None:
+    """Which experts tokens choose together; None = no file was given."""
+    given: Path | None = options["together"]
+    if given is None:
+        return None
+    if options["nodes"] == 1:
+        raise click.UsageError("--together is about experts on one node; say how many there are: --nodes N, 2 or more")
+    rows = {"num_rows": len(recording.row_ids), "positions": recording.row_positions}
+    return read_together(given, recording.loads.sum(axis=0), **rows)
 
 
 def topology_of(options: Mapping[str, Any]) -> Topology:
@@ -122,20 +141,34 @@ def constraints_of(options: Mapping[str, Any]) -> Constraints:
 
 
 def problem_of(
-    loads: Float64Array, source_loads: Float64Array | None, options: Mapping[str, Any], *, slots_per_rank: int
+    recording: LoadRecording,
+    source_loads: Float64Array | None,
+    options: Mapping[str, Any],
+    *,
+    slots_per_rank: int,
+    together: Together | None = None,
 ) -> PlanningProblem:
     """The problem that the options describe. Raises InvalidInputError with the numbers that do not go together."""
     topology, constraints = topology_of(options), constraints_of(options)
-    _, num_layers, num_logical = loads.shape
-    expected = Expectation(model="model", num_layers=num_layers, num_logical=num_logical, rank_ids=topology.rank_ids)
-    given: Path | None = options["current"]
+    _, num_layers, num_logical = recording.loads.shape
+    expected = Expectation(
+        model="model",
+        num_layers=num_layers,
+        num_logical=num_logical,
+        rank_ids=topology.rank_ids,
+        layer_ids=recording.layer_ids if recording.has_layer_ids else None,
+        num_rows=len(recording.row_ids),
+        positions=recording.row_positions,
+    )
+    given: PlacementPath | None = options["current"]
     shape = {"num_layers": num_layers, "num_logical": num_logical, "topology": topology, "slots_per_rank": slots_per_rank}
     before = None if given is None else _current(given, expected, topology, slots_per_rank, resize=options["resize"])
-    current = starting_table(**shape, current=before)
+    current = starting_table(**shape, current=before, layer_ids=recording.layer_ids)
     wanted = None if options["to"] is None else _wanted(options["to"], expected, current)
     return PlanningProblem(
-        loads=loads,
+        loads=recording.loads,
         source_loads=source_loads,
+        together=None if together is None else together.pairs,
         topology=topology,
         current=current,
         wanted=wanted,
@@ -153,31 +186,17 @@ def problem_of(
     )
 
 
-def _current(path: Path, expected: Expectation, topology: Topology, slots_per_rank: int, *, resize: bool) -> Table:
+def _current(source: PlacementPath, expected: Expectation, topology: Topology, slots_per_rank: int, *, resize: bool) -> Table:
     """The placement in a file; with `resize`, one of other ranks or slots, as it lies on these."""
     if not resize:
-        return read_placement(path, expected)
-    table = read_placement(path, replace(expected, rank_ids=_ranks_in(path, expected, slots_per_rank)))
-    return onto_ranks(table, topology, slots_per_rank=slots_per_rank)
+        return read_placement(source, expected).table
+    ranks = ranks_in(source, slots_per_rank) or expected.rank_ids
+    return onto_ranks(read_placement(source, replace(expected, rank_ids=ranks)).table, topology, slots_per_rank=slots_per_rank)
 
 
-def _ranks_in(path: Path, expected: Expectation, slots_per_rank: int) -> tuple[RankId, ...]:
-    """The ranks that a placement file is for: it names them, or has slots for so many."""
-    if path.suffix.lower() == ".json" and path.is_file():
-        content = read_json(path)
-        named = content.get("rank_ids") if isinstance(content, dict) else None
-        if isinstance(named, list) and named and all(isinstance(rank, int) for rank in named):
-            return tuple(RankId(rank) for rank in named)
-    elif path.suffix.lower() == ".npy" and path.is_file():
-        array = read_array(path)
-        if array.ndim == 2 and array.shape[1] and array.shape[1] % slots_per_rank == 0:
-            return tuple(RankId(rank) for rank in range(array.shape[1] // slots_per_rank))
-    return expected.rank_ids
-
-
-def _wanted(path: Path, expected: Expectation, current: Table) -> Table:
+def _wanted(source: PlacementPath, expected: Expectation, current: Table) -> Table:
     """The placement to go to, under the model and layer ids of the one to start from."""
-    table = read_placement(path, expected)
+    table = read_placement(source, expected).table
     if table.num_physical != current.num_physical:
-        raise InvalidInputError(f"{path} has {table.num_physical} slots a layer; the plan is for {current.num_physical}")
+        raise InvalidInputError(f"{source} has {table.num_physical} slots a layer; the plan is for {current.num_physical}")
     return Table(current.model, current.layer_ids, current.num_logical, current.rank_ids, table.physical_to_logical)

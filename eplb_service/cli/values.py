@@ -12,12 +12,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.policy.base import ExpertOnRank, FailureDomain, Resilience
+
+if TYPE_CHECKING:
+    from eplb_service.formats.placements import PlacementPath
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 SLOTS_SWEPT_MAX = 64
@@ -99,11 +102,13 @@ def rank_numbers(value: object) -> RankNumbers:
 
 def _numbers_in(path: Path) -> tuple[float, ...]:
     """The list of numbers in a file. Raises InvalidInputError when it holds something else."""
-    from eplb_service.offline.load_file import as_numbers, read_array, read_json  # noqa: PLC0415
+    from eplb_service.formats.files import as_numbers, read_arrays, read_json  # noqa: PLC0415
+    from eplb_service.formats.plain_loads import chosen_array  # noqa: PLC0415
 
     if not path.is_file():
         raise InvalidInputError(f"there is no file {path}")
-    array = as_numbers(read_json(path), str(path)) if path.suffix.lower() == ".json" else read_array(path)
+    is_json = path.suffix.lower() == ".json"
+    array = as_numbers(read_json(path), str(path)) if is_json else chosen_array(read_arrays(path), str(path), ("numbers",))
     if array.ndim != 1 or array.dtype.kind not in "iuf":
         raise InvalidInputError(f"{path} must hold a list of one number for each rank; it has shape {array.shape}")
     return tuple(float(number) for number in array.tolist())
@@ -154,3 +159,26 @@ def _number_or_names(value: object, thing: str, number: str) -> int | tuple[str,
     if not all(names):
         _refuse(f"{value!r} leaves a rank without a {thing}; give {number}, or the {thing} of each rank: a,a,b,b")
     return names
+
+
+def placement_file(value: object) -> PlacementPath:
+    """`[FORMAT:]PATH` of a placement: `plan.json`, `sglang:map.json`, `trtllm:balancer.yaml`."""
+    from eplb_service.formats.placements import placement_path  # noqa: PLC0415  (keeps `eplb plan --help` quick)
+
+    try:
+        return placement_path(str(value))
+    except InvalidInputError as error:
+        _refuse(str(error))
+
+
+def layer_ids(value: object) -> tuple[int, ...]:
+    """Absolute ids of MoE layers, ascending: `3..60`, `1,3,5..7`."""
+    found: list[int] = []
+    for part in str(value).split(","):
+        ends = re.fullmatch(r"\s*(\d{1,6})\s*(?:(?:\.\.|-)\s*(\d{1,6})\s*)?", part)
+        if ends is None:
+            _refuse(f"{value!r} is no list of layer ids, such as 3..60 or 1,3,5")
+        found += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+    if not found or found != sorted(set(found)):
+        _refuse(f"{value!r} must name layers in ascending order, each once, such as 3..60")
+    return tuple(found)

@@ -45,6 +45,17 @@ class LoadRecording:
     dense_layer_ids: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
 
+    @property
+    def row_ids(self) -> tuple[int, ...]:
+        """Layers that have a row in the file, left out or not, ascending."""
+        return tuple(sorted((*self.layer_ids, *self.dense_layer_ids)))
+
+    @property
+    def row_positions(self) -> tuple[int, ...]:
+        """Where the L layers stand among the rows of the file."""
+        index = {layer: position for position, layer in enumerate(self.row_ids)}
+        return tuple(index[layer] for layer in self.layer_ids)
+
 
 def recording_of(
     loads: npt.NDArray[np.generic],

@@ -5,12 +5,14 @@ Everything is recomputed from the problem and the verified proposal; nothing is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from eplb_service.hops import TokenHops, token_hops
-from eplb_service.placement import EMPTY_SLOT
+from eplb_service.node_visits import NodeVisits, node_shares, visits_of
+from eplb_service.offline.together_file import TokenChoices
+from eplb_service.placement import EMPTY_SLOT, Table
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 from eplb_service.policy.limits import limits_of
 from eplb_service.policy.plan_costs import off_node_replicas
@@ -47,7 +49,7 @@ class PlanFacts:
     redundant_experts: slots beyond E that hold something, most over layers. redundant_bytes_per_rank: memory of the copies
     beyond one of each expert, over all layers, on the average rank. off_node: replicas off their group's node (where most of
     the group's are) per layer; () without soft groups. hops: where the tokens go under the dispatch, before and after; None =
-    the fleet is one node.
+    the fleet is one node. visits: what becomes of pairs of experts, before and after; None = they are not known.
     """
 
     moves_per_layer: tuple[int, ...]
@@ -58,6 +60,7 @@ class PlanFacts:
     redundant_bytes_per_rank: int
     off_node: tuple[int, ...] = ()
     hops: tuple[TokenHops, TokenHops] | None = None
+    visits: tuple[NodeVisits, NodeVisits] | None = None
 
     @property
     def reached(self) -> tuple[LimitUse, ...]:
@@ -65,8 +68,8 @@ class PlanFacts:
         return tuple(limit for limit in self.limits if limit.is_reached)
 
 
-def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
-    """The facts of a proposal."""
+def facts_of(problem: PlanningProblem, proposal: Proposal, choices: TokenChoices | None = None) -> PlanFacts:
+    """The facts of a proposal. choices: tokens' own, for the exact number of nodes that they visit."""
     changes = Changes.between(proposal.placement.physical_to_logical, problem, limits_of(problem), proposal.moves)
     over = None
     if problem.max_imbalance is not None:
@@ -85,6 +88,9 @@ def facts_of(problem: PlanningProblem, proposal: Proposal) -> PlanFacts:
         redundant_bytes_per_rank=int((copies.astype(object) * sizes).sum()) // len(problem.topology.alive_positions()),
         off_node=tuple(off_node_replicas(proposal.placement.physical_to_logical, problem).tolist()) if soft else (),
         hops=_hops(problem, proposal) if problem.topology.num_nodes > 1 else None,
+        visits=None
+        if problem.together is None
+        else (_visits(problem, problem.current, choices), _visits(problem, proposal.placement, choices)),
     )
 
 
@@ -94,6 +100,14 @@ def _hops(problem: PlanningProblem, proposal: Proposal) -> tuple[TokenHops, Toke
         for table in (problem.current, proposal.placement)
     )
     return before, after
+
+
+def _visits(problem: PlanningProblem, table: Table, choices: TokenChoices | None) -> NodeVisits:
+    """Nodes that tokens visit in a placement."""
+    where = (table, problem.topology, problem.dispatch, problem.source_loads)
+    together = np.zeros(0) if problem.together is None else problem.together
+    visits = visits_of(problem.total_loads, together, *where)
+    return visits if choices is None else replace(visits, exact=choices.mean_nodes(*node_shares(*where)))
 
 
 def _limits_used(problem: PlanningProblem, changes: Changes) -> tuple[LimitUse, ...]:

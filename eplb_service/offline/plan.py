@@ -88,17 +88,19 @@ def starting_table(
     slots_per_rank: int,
     current: Table | None = None,
     model: str = "model",
+    layer_ids: Sequence[int] | None = None,
 ) -> Table:
     """The placement to plan from: the current one, else the linear one, that engines start with.
 
-    Model and layer ids are those of the current placement, else `model` and 0..L-1. Raises InvalidInputError when experts,
-    slots and ranks do not fit, or the current placement is of another shape.
+    Model and layer ids are those of the current placement, else `model` and layer_ids, else 0..L-1. Raises InvalidInputError
+    when experts, slots and ranks do not fit, or the current placement is of another shape.
     """
     if slots_per_rank < 1:
         raise InvalidInputError(f"slots per rank must be at least 1; got {slots_per_rank}")
+    ids = range(num_layers) if layer_ids is None else layer_ids
     linear = Table.linear(
         model=model if current is None else current.model,
-        layer_ids=range(num_layers) if current is None or current.num_layers != num_layers else current.layer_ids,
+        layer_ids=ids if current is None or current.num_layers != num_layers else current.layer_ids,
         num_logical=num_logical,
         rank_ids=topology.rank_ids,
         slots_per_rank=slots_per_rank,
@@ -124,7 +126,7 @@ def plan_offline(problem: PlanningProblem, *, policy: str | None = None, moves_a
     limits_of(problem)  # what does not fit or contradicts itself is said before a policy is loaded and compiled
     solver = load_policy(name)
     try:
-        warm_up_policy(solver, name)
+        warm_up_policy(solver, name, together=problem.together is not None)
         proposal = _solved(solver, name, problem)
         unprotected = None
         if problem.constraints.resilience is not None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from eplb_service.formats.eplb_json import placement_document
+from eplb_service.formats.recording import LoadRecording
 from eplb_service.imbalance import Imbalance
 from eplb_service.offline.facts import PlanFacts, facts_of, why_it_stopped
-from eplb_service.offline.placement_file import placement_document
 from eplb_service.offline.plan import OfflinePlan
 from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem
 
 
-def plan_document(plan: OfflinePlan, facts: PlanFacts | None = None) -> dict[str, object]:
-    """The plan as plain values.
+def plan_document(
+    plan: OfflinePlan, facts: PlanFacts | None = None, recording: LoadRecording | None = None
+) -> dict[str, object]:
+    """The plan as plain values. recording: what the loads were read from, to be told.
 
     Beside the placement document: policy, status, cut_off, stopped {code, reason}, imbalance {mean, worst, per_layer}, and
     imbalance_before, lower_bound of the same shape, target {max_imbalance, met, layers_over}, moves {experts, per_layer, …,
-    lower_bound}, moves_against, limits, redundancy, front, cost of resilience, what was left undone, tokens by link, and asked:
-    what the plan was made for. solve_s leaves out loading and compiling the policy.
+    lower_bound}, moves_against, limits, redundancy, front, cost of resilience, what was left undone, tokens by link, node_visits
+    {before, planned}, and asked: what the plan was made for. solve_s leaves out loading and compiling the policy.
     """
     proposal, problem = plan.proposal, plan.problem
     facts = facts_of(problem, proposal) if facts is None else facts
@@ -58,10 +61,26 @@ def plan_document(plan: OfflinePlan, facts: PlanFacts | None = None) -> dict[str
         "tokens_by_link": None
         if facts.hops is None
         else {"before": facts.hops[0].to_json(), "planned": facts.hops[1].to_json()},
+        "node_visits": None
+        if facts.visits is None
+        else {"before": facts.visits[0].to_json(), "planned": facts.visits[1].to_json()},
         "resilience_cost": _resilience_cost(plan),
         "left_undone": [] if proposal.costs is None else list(proposal.costs.kept_faults),
         "front": front_document(plan),
+        "load": None if recording is None else recording_document(recording),
         "asked": _asked(problem),
+    }
+
+
+def recording_document(recording: LoadRecording) -> dict[str, object]:
+    """What a recording is, without its loads."""
+    return {
+        "source": recording.source,
+        "windows": recording.loads.shape[0],
+        "experts": recording.loads.shape[2],
+        "layer_ids": list(recording.layer_ids),
+        "dense_layer_ids": list(recording.dense_layer_ids),
+        "notes": list(recording.notes),
     }
 
 
@@ -110,6 +129,7 @@ def _asked(problem: PlanningProblem) -> dict[str, object]:
         "seed": problem.seed,
         "certify": problem.certify,
         "source_loads": "given" if problem.source_loads is not None else "uniform",
+        "together": None if problem.together is None else "given",
         "capacity": None if topology.capacity is None else list(topology.capacity),
         "base_load": None if topology.base_load is None else list(topology.base_load),
         "nics": None if topology.nics is None else list(topology.nics),

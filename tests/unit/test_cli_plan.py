@@ -86,14 +86,22 @@ def test_plan_that_was_written_is_read_back_and_nothing_moves(
     assert again["physical_to_logical"] == json.loads(out.read_text())["physical_to_logical"]
 
 
-def test_layers_without_load_are_perfect_and_do_not_move(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_without_load_are_left_out_and_the_others_keep_their_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "load.npy"
     loads = np.random.default_rng(7).integers(1, 1000, (3, 16))
     loads[1] = 0
     np.save(file, loads)
     made = plan(capsys, file, "--output", "json")
-    assert made["imbalance"]["per_layer"][1] == 1.0
-    assert made["physical_to_logical"][1] == [slot % 16 for slot in range(20)]
+    assert made["layer_ids"] == [0, 2]
+    assert made["load"]["dense_layer_ids"] == [1]
+    assert "layer 1 without a token (dense) left out" in plan(capsys, file)
+    np.save(file, np.zeros((3, 16)))
+    idle = plan(capsys, file, "--output", "json")
+    assert idle["layer_ids"] == [0, 1, 2]
+    assert idle["imbalance"]["per_layer"] == [1.0, 1.0, 1.0]
+    assert idle["moves"]["experts"] == 0
 
 
 def test_experts_that_ranks_do_not_divide_are_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

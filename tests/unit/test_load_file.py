@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.offline.load_file import Float64Array, read_loads, read_source_loads
+from eplb_service.formats.loads import read_recording
+from eplb_service.offline.load_file import Float64Array, read_source_loads
 
 MATRIX = [[1.0, 2.5, 0.0], [4.0, 5.0, 6.0]]
+
+
+def read_loads(path: Path) -> Float64Array:
+    return read_recording(path).loads
 
 
 def saved(path: Path, content: Any) -> Path:
@@ -69,8 +74,7 @@ def test_every_form_is_read_as_windows_layers_experts(tmp_path: Path, name: str,
         ("a.json", {"load_history": []}, "at least one entry"),
         ("a.json", {"load_history": [{"logical": 1}]}, "entry 0 of load_history has no logical_expert_load"),
         ("a.json", "[[1, NaN]]", "is nan"),
-        ("a.csv", "1,2", "ends in .csv; loads are read from"),
-        ("a", "1,2", "ends in nothing"),
+        ("a.csv", "1,2", r"a\.csv is no load file that is known here; looked for: sglang .*trtllm .*numpy .*json .*eplb"),
     ],
 )
 def test_bad_files_end_in_one_clear_sentence(tmp_path: Path, name: str, content: Any, message: str) -> None:
@@ -96,7 +100,7 @@ def test_files_that_cannot_be_opened_are_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.npy").write_bytes(whole[:-100])
     with pytest.raises(InvalidInputError, match="cannot read"):
         read_loads(tmp_path / "cut.npy")
-    (tmp_path / "latin.json").write_bytes(b"\xff\xfe[[1]]")
+    (tmp_path / "latin.json").write_bytes(b'[["\xff\xfe"]]')
     with pytest.raises(InvalidInputError, match="cannot read"):
         read_loads(tmp_path / "latin.json")
 

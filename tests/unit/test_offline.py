@@ -10,9 +10,10 @@ import pytest
 
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, NotFoundError, PolicyFailedError
+from eplb_service.formats.placement_rows import Expectation
+from eplb_service.formats.placements import PlacementPath, read_placement
 from eplb_service.ids import RankId
 from eplb_service.offline.facts import facts_of, why_it_stopped
-from eplb_service.offline.placement_file import Expectation, read_placement
 from eplb_service.offline.plan import OfflinePlan, default_policy, fleet_topology, plan_offline, starting_table
 from eplb_service.offline.plan_document import plan_document
 from eplb_service.placement import Table
@@ -66,7 +67,7 @@ def test_output_has_the_documented_keys_and_plain_values() -> None:
 def test_output_is_read_back_as_the_current_placement_and_then_nothing_moves_vllm_24069(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text(json.dumps(plan_document(planned())))
     expected = Expectation(model="x", num_layers=4, num_logical=10, rank_ids=tuple(RankId(rank) for rank in range(4)))
-    again = planned(current=read_placement(tmp_path / "plan.json", expected))
+    again = planned(current=read_placement(PlacementPath(tmp_path / "plan.json"), expected).table)
     assert again.proposal.moves.experts == again.proposal.moves.slots_rewritten == 0
 
 

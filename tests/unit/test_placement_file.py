@@ -9,12 +9,25 @@ import numpy as np
 import pytest
 
 from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.formats import placements
+from eplb_service.formats.eplb_json import placement_document
+from eplb_service.formats.placement_rows import Expectation
+from eplb_service.formats.placements import PlacementPath
 from eplb_service.ids import RankId
-from eplb_service.offline.placement_file import Expectation, placement_document, read_placement, write_placement
 from eplb_service.placement import Table
 
 RANKS = (RankId(4), RankId(9))
 TABLE = Table("m", (3, 60), 4, RANKS, np.array([[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, -1, 1]], np.int32))
+
+
+def read_placement(path: Path, expected: Expectation) -> Table:
+    return placements.read_placement(PlacementPath(path), expected).table
+
+
+def write_placement(path: Path, table: Table) -> None:
+    placements.write_placement(PlacementPath(path), table)
+
+
 EXPECTED = Expectation(model="m", num_layers=2, num_logical=4, rank_ids=RANKS)
 
 
@@ -66,7 +79,8 @@ def test_plain_maps_take_what_they_do_not_say_from_what_is_expected(tmp_path: Pa
         ({"layer_ids": [3, "x"]}, "layer_ids must be a list of integers"),
         ({"layer_ids": [60, 3]}, "layer ids must be ascending"),
         ({"layer_ids": [3]}, "1 layer ids but 2 rows"),
-        ({"physical_to_logical": [[0, 1, 2, 3, 0, 1]]}, "a placement of 1 layers, expected 2"),
+        ({"layer_ids": [3], "physical_to_logical": [[0, 1, 2, 3, 0, 1]]}, "a placement of 1 layers, expected 2"),
+        ({"layer_ids": None, "physical_to_logical": [[0, 1, 2, 3, 0, 1]]}, "a placement of 1 layers, expected 2"),
         ({"physical_to_logical": [[0, 1, 2, 3, 0]] * 2}, "5 slots do not divide over 2 ranks"),
         ({"physical_to_logical": [[0, 1, 2, 4, 0, 1]] * 2}, "layer 3 slot 3 of model 'm' holds expert 4"),
         ({"physical_to_logical": [[0, 1, 2, 2, 0, 1]] * 2}, "layer 3 has no slot for expert 3 "),
@@ -83,13 +97,15 @@ def test_documents_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "p.json").write_text('{"loads": []}')
-    with pytest.raises(InvalidInputError, match=r"has no physical_to_logical; its keys are \['loads'\]"):
+    with pytest.raises(InvalidInputError, match=r"has keys \['loads'\] and is no placement file.*looked for: eplb .*sglang"):
         read_placement(tmp_path / "p.json", EXPECTED)
-    (tmp_path / "p.txt").write_text("")
-    with pytest.raises(InvalidInputError, match=r"ends in \.txt"):
+    (tmp_path / "p.txt").write_text("0 1 2 3")
+    with pytest.raises(InvalidInputError, match=r"p\.txt is no placement file that is known here; looked for: eplb"):
         read_placement(tmp_path / "p.txt", EXPECTED)
     with pytest.raises(InvalidInputError, match="there is no file"):
         read_placement(tmp_path / "none.json", EXPECTED)
+    with pytest.raises(InvalidInputError, match="is a folder; a placement is one file"):
+        read_placement(tmp_path, EXPECTED)
 
 
 def test_many_writers_leave_one_whole_file_hygon_das_69(tmp_path: Path) -> None:
