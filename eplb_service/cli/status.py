@@ -54,7 +54,7 @@ def _show(view: Any) -> None:
     rows = [
         (
             rank.address.rank_id,
-            rank.node,
+            f"{rank.node} {rank.nic}".rstrip(),
             rank.state,
             "yes" if rank.voting else f"no: {rank.off_reason}",
             f"{rank.boundary}{' idle' if rank.idle else ''}",
@@ -65,7 +65,8 @@ def _show(view: Any) -> None:
         )
         for rank in view.ranks
     ]
-    columns = ("rank", "node", "state", "voting", "step", "chunk", "staging", "windows lost", "seen ago")
+    where = "node, NIC" if any(rank.nic for rank in view.ranks) else "node"
+    columns = ("rank", where, "state", "voting", "step", "chunk", "staging", "windows lost", "seen ago")
     if rows:
         print_table("", columns, rows, right=("rank", "step", "staging", "windows lost", "seen ago"), indent=2)
 

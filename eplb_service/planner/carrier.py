@@ -45,7 +45,7 @@ from eplb_service.rollout.machine import Rollout
 
 @dataclass(slots=True)
 class RankFacts:
-    """What a rank said last. last_seen_s: monotonic. chunk_state: what it does in the open chunk."""
+    """What a rank said last. last_seen_s: monotonic. chunk_state: what it does in the open chunk. nic: empty = its own."""
 
     address: Address
     node: str
@@ -58,6 +58,7 @@ class RankFacts:
     windows_dropped: int = 0
     chunk_state: str = ""
     gone_reason: str = ""
+    nic: str = ""
 
 
 class Carried(Protocol):
@@ -165,6 +166,7 @@ class Carrier:
                 node=registration.node,
                 staging_bytes=registration.staging_bytes,
                 last_seen_s=self._clock.monotonic(),
+                nic=registration.nic,
             )
             if known is not None and known.address != address:
                 self._links.pop(address.rank_id, None)

@@ -275,6 +275,7 @@ def _rank_view(deployment: Deployment, facts: RankFacts) -> admin_pb2.RankStatus
     return admin_pb2.RankStatus(
         address=address_to_pb(facts.address),
         node=facts.node,
+        nic=facts.nic,
         state=deployment.carrier.rank_state(facts, deployment.context.config.rollout.rank_silence_s),
         voting=facts.voting,
         off_reason=facts.gone_reason or facts.off_reason,

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[WholeFleet]:
-    options = {"reconnect_max_s": 0.2, "pulse_period_s": 0.3}
+    options = {"reconnect_max_s": 0.2, "pulse_period_s": 0.3, "nic": "rail0"}
     with WholeFleet(rank_ids=(4, 5), in_flight=3, hook_options=options, dispatch=Dispatch.WEIGHTED) as running:
         running.start_service()
         yield running
@@ -53,6 +53,13 @@ def follows(before: list[Inspection], after: list[Inspection], placement: Placem
             of_expert = np.bincount(row[row >= 0], weights=sent[row >= 0], minlength=table.num_logical)
             wanted = np.where(row >= 0, of_expert[row] * shares, 0.0)
             assert np.abs(sent - wanted).max() < 6, f"layer {layer} rank {new.rank_id}"
+
+
+def test_the_nic_that_a_hook_is_given_reaches_the_planner(fleet: WholeFleet) -> None:
+    fleet.until(
+        lambda: (status := fleet.status()) is not None and [rank.nic for rank in status.ranks] == ["rail0", "rail0"],
+        "both ranks with their NIC",
+    )
 
 
 def test_a_rebalance_of_a_weighted_engine_carries_shares_from_the_plan_to_the_tokens(fleet: WholeFleet) -> None:

@@ -14,7 +14,7 @@ class StatusRequest(_message.Message):
     def __init__(self, deployment: _Optional[str] = ...) -> None: ...
 
 class RankStatus(_message.Message):
-    __slots__ = ("address", "node", "state", "voting", "off_reason", "boundary", "idle", "staging_bytes", "windows_dropped", "last_seen_s_ago", "chunk_state")
+    __slots__ = ("address", "node", "state", "voting", "off_reason", "boundary", "idle", "staging_bytes", "windows_dropped", "last_seen_s_ago", "chunk_state", "nic")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class RankStatus(_message.Message):
     WINDOWS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     LAST_SEEN_S_AGO_FIELD_NUMBER: _ClassVar[int]
     CHUNK_STATE_FIELD_NUMBER: _ClassVar[int]
+    NIC_FIELD_NUMBER: _ClassVar[int]
     address: _common_pb2.Address
     node: str
     state: str
@@ -37,7 +38,8 @@ class RankStatus(_message.Message):
     windows_dropped: int
     last_seen_s_ago: float
     chunk_state: str
-    def __init__(self, address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., state: _Optional[str] = ..., voting: bool = ..., off_reason: _Optional[str] = ..., boundary: _Optional[int] = ..., idle: bool = ..., staging_bytes: _Optional[int] = ..., windows_dropped: _Optional[int] = ..., last_seen_s_ago: _Optional[float] = ..., chunk_state: _Optional[str] = ...) -> None: ...
+    nic: str
+    def __init__(self, address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., state: _Optional[str] = ..., voting: bool = ..., off_reason: _Optional[str] = ..., boundary: _Optional[int] = ..., idle: bool = ..., staging_bytes: _Optional[int] = ..., windows_dropped: _Optional[int] = ..., last_seen_s_ago: _Optional[float] = ..., chunk_state: _Optional[str] = ..., nic: _Optional[str] = ...) -> None: ...
 
 class RolloutStatus(_message.Message):
     __slots__ = ("generation", "state", "chunks_done", "chunks_total", "chunk_id", "age_s", "stalled", "last_error")
