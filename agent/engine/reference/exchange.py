@@ -13,20 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from agent.engine.reference.experts import LayerExperts
-from agent.engine.reference.model import ServedModel
+from agent.engine.reference.model import ExpertModel
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertExchange:
-    """Dispatch and combine of one rank over the default process group.
+    """Dispatch and combine of one rank over a process group.
 
     Attributes:
         model: Runs the experts.
         num_ranks: R.
+        group: Whose ranks are in column order of placements; None = the default group.
     """
 
-    model: ServedModel
+    model: ExpertModel
     num_ranks: int
+    group: dist.ProcessGroup | None = None
 
     def run(self, layer: LayerExperts, inputs: Tensor, physical: Tensor, *, real: bool) -> Tensor:
         """Send rows to the experts' slots, compute what arrives here, and bring every output back.
@@ -57,10 +59,10 @@ class ExpertExchange:
         to_receive: list[int] = arriving.sum(1).tolist()
 
         received = inputs.new_empty(sum(to_receive), width)
-        dist.all_to_all_single(received, rows, to_receive, to_send)
+        dist.all_to_all_single(received, rows, to_receive, to_send, group=self.group)
         outputs = self._run_slots(layer, received, arriving)
         returned = inputs.new_empty(num_pairs, width)
-        dist.all_to_all_single(returned, outputs, to_send, to_receive)
+        dist.all_to_all_single(returned, outputs, to_send, to_receive, group=self.group)
         in_order = torch.empty_like(returned)
         in_order[order] = returned
         return in_order
@@ -69,7 +71,7 @@ class ExpertExchange:
         """Tell every rank how many rows come for each of its slots, and whether they are real (a last column, 0 or 1)."""
         sizes = torch.nn.functional.pad(counts, (0, 1), value=int(real))
         arriving = torch.empty_like(sizes)
-        dist.all_to_all_single(arriving, sizes)
+        dist.all_to_all_single(arriving, sizes, group=self.group)
         return arriving
 
     def _run_slots(self, layer: LayerExperts, received: Tensor, arriving: Tensor) -> Tensor:

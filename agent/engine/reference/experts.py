@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from agent.engine.port import RoutingTables
-from agent.engine.reference.model import ServedModel, device_of, expert_digest
+from agent.engine.reference.model import ExpertModel, device_of, expert_digest
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError
 from eplb_service.placement import Int32Array, logical_to_physical
@@ -106,7 +106,7 @@ def linear_row(*, num_experts: int, num_physical: int) -> Int32Array:
 
 
 def load_layer(
-    model: ServedModel,
+    model: ExpertModel,
     layer_id: int,
     row: Int32Array,
     *,
@@ -177,7 +177,7 @@ def _gather(checkpoint: Tensor, held: Sequence[int]) -> Tensor:
     return stacked
 
 
-def check_row_independence(model: ServedModel, layer: LayerExperts, inputs: Tensor) -> None:
+def check_row_independence(model: ExpertModel, layer: LayerExperts, inputs: Tensor) -> None:
     """Prove on this machine that an expert's output for a row does not depend on the rows beside it.
 
     Args:

@@ -19,17 +19,21 @@ from torch import Tensor
 from eplb_service.errors import InvalidInputError
 
 
-class ModelShape(Protocol):
+class ExpertShape(Protocol):
+    """The size that slots and the exchange read from a model's configuration."""
+
+    @property
+    def num_experts(self) -> int:
+        """E, in every MoE layer."""
+        ...
+
+
+class ModelShape(ExpertShape, Protocol):
     """The sizes that the engine reads from a model's configuration."""
 
     @property
     def num_layers(self) -> int:
         """Layers, dense ones included."""
-        ...
-
-    @property
-    def num_experts(self) -> int:
-        """E, in every MoE layer."""
         ...
 
     @property
@@ -84,12 +88,12 @@ class TokenDraw:
     position: int
 
 
-class ServedModel(Protocol):
-    """A loaded model. Holds no state of any request. Spans and draws are `RowSpan` and `TokenDraw`, read by attribute."""
+class ExpertModel(Protocol):
+    """The part of a model that slots and the exchange need: experts, one by one."""
 
     @property
-    def config(self) -> ModelShape:
-        """Its sizes; a dataclass, so that it enters the digest whole."""
+    def config(self) -> ExpertShape:
+        """Its sizes."""
         ...
 
     def moe_layer_ids(self) -> Sequence[int]:
@@ -98,6 +102,19 @@ class ServedModel(Protocol):
 
     def expert_tensors(self, layer_id: int) -> Mapping[str, Tensor]:
         """The checkpoint's tensors of a layer's experts, by name. Shapes (E, …)."""
+        ...
+
+    def run_expert(self, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """One expert's tensors (no leading axis) on rows (m, D) to (m, D)."""
+        ...
+
+
+class ServedModel(ExpertModel, Protocol):
+    """A loaded model. Holds no state of any request. Spans and draws are `RowSpan` and `TokenDraw`, read by attribute."""
+
+    @property
+    def config(self) -> ModelShape:
+        """Its sizes; a dataclass, so that it enters the digest whole."""
         ...
 
     def new_cache(self) -> Any:
@@ -114,10 +131,6 @@ class ServedModel(Protocol):
 
     def route(self, layer_id: int, hidden: Tensor) -> Routed:
         """Choose experts for each row of (n, D)."""
-        ...
-
-    def run_expert(self, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        """One expert's tensors (no leading axis) on rows (m, D) to (m, D)."""
         ...
 
     def combine(self, hidden: Tensor, outputs: Tensor, gates: Tensor) -> Tensor:
@@ -197,7 +210,7 @@ def expert_digest(tensors: Mapping[str, Tensor]) -> int:
     return int.from_bytes(state.digest(), "little") & (1 << 63) - 1
 
 
-def checkpoint_digests(model: ServedModel, layer_id: int) -> tuple[int, ...]:
+def checkpoint_digests(model: ExpertModel, layer_id: int) -> tuple[int, ...]:
     """`expert_digest` of every logical expert of a layer, as the checkpoint has it. Length E."""
     tensors = model.expert_tensors(layer_id)
     return tuple(
@@ -205,7 +218,7 @@ def checkpoint_digests(model: ServedModel, layer_id: int) -> tuple[int, ...]:
     )
 
 
-def device_of(model: ServedModel) -> torch.device:
+def device_of(model: ExpertModel) -> torch.device:
     """Where the model's weights are: the engine keeps its slots and tables there too."""
     first = next(iter(model.expert_tensors(model.moe_layer_ids()[0]).values()))
     return first.device
