@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eplb_service.cli.generations import _after_commit
-from eplb_service.cli.status import _facts
+from eplb_service.cli.status import _facts, _show
 from eplb_service.pb.v1 import admin_pb2, placement_pb2
 
 
@@ -28,6 +30,17 @@ def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
     assert shown["promises"][0].startswith("80%")
     assert shown["forecast"][0].startswith("planned from the last windows: 3 of 16 backtests")
     assert shown["HELD"][0].startswith("generation 3 was rolled back: worse by step time; nothing is moved under the load")
+
+
+def test_status_names_nics_only_where_a_rank_does(capsys: pytest.CaptureFixture[str]) -> None:
+    view = admin_pb2.DeploymentStatus(deployment="chat", ranks=[admin_pb2.RankStatus(node="node0", voting=True)])
+    _show(view)
+    assert "NIC" not in capsys.readouterr().out
+    view.ranks.add(node="node0", nic="mlx5_0", voting=True)
+    _show(view)
+    page = capsys.readouterr().out
+    assert "node, NIC" in page
+    assert "node0 mlx5_0 " in page
 
 
 def test_generation_shows_its_promise_every_window_and_the_judgement() -> None:
