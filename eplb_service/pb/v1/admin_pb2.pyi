@@ -121,8 +121,31 @@ class LearnedView(_message.Message):
     forecast: str
     def __init__(self, step_time: _Optional[str] = ..., moves: _Optional[str] = ..., horizon: _Optional[str] = ..., promises: _Optional[str] = ..., hold: _Optional[str] = ..., numbers: _Optional[_Mapping[str, float]] = ..., forecast: _Optional[str] = ...) -> None: ...
 
+class AdvisedView(_message.Message):
+    __slots__ = ("engine", "last_question_s_ago", "interval_s", "answers", "told_generation", "last_reason")
+    class AnswersEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUESTION_S_AGO_FIELD_NUMBER: _ClassVar[int]
+    INTERVAL_S_FIELD_NUMBER: _ClassVar[int]
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    TOLD_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    LAST_REASON_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    last_question_s_ago: float
+    interval_s: float
+    answers: _containers.ScalarMap[str, int]
+    told_generation: int
+    last_reason: str
+    def __init__(self, engine: _Optional[str] = ..., last_question_s_ago: _Optional[float] = ..., interval_s: _Optional[float] = ..., answers: _Optional[_Mapping[str, int]] = ..., told_generation: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
+
 class DeploymentStatus(_message.Message):
-    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned")
+    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned", "advised")
     class WindowsRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +172,7 @@ class DeploymentStatus(_message.Message):
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
+    ADVISED_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     state: str
     reason: str
@@ -168,7 +192,8 @@ class DeploymentStatus(_message.Message):
     layers: _containers.RepeatedCompositeFieldContainer[_common_pb2.Layer]
     rank_loads: _common_pb2.Array
     learned: LearnedView
-    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ...) -> None: ...
+    advised: AdvisedView
+    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s")
