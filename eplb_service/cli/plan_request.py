@@ -105,8 +105,8 @@ def together_of(recording: LoadRecording, options: Mapping[str, Any]) -> Togethe
         return None
     if options["nodes"] == 1:
         raise click.UsageError("--together is about experts on one node; say how many there are: --nodes N, 2 or more")
-    rows = {"num_rows": len(recording.row_ids), "positions": recording.row_positions}
-    return read_together(given, recording.loads.sum(axis=0), **rows)
+    loads = recording.loads.sum(axis=0)
+    return read_together(given, loads, num_rows=len(recording.row_ids), positions=recording.row_positions)
 
 
 def topology_of(options: Mapping[str, Any]) -> Topology:

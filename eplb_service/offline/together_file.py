@@ -66,8 +66,8 @@ class TokenChoices:
                 if wrong.any():
                     token, layer, place = np.argwhere(wrong)[0].tolist()
                     raise InvalidInputError(
-                        f"{self.path}: token {first + token} layer row {self.positions[layer]} chose expert {piece[token, layer, place]}; the"
-                        f" load has experts 0 to {self.num_logical - 1} (-1 = no choice)"
+                        f"{self.path}: token {first + token} layer row {self.positions[layer]} chose expert"
+                        f" {piece[token, layer, place]}; the load has experts 0 to {self.num_logical - 1} (-1 = no choice)"
                     )
                 yield piece.astype(np.int64)
                 first += wanted
@@ -204,9 +204,9 @@ def _entry(path: Path, names: list[str]) -> str:
 
 def _header(file: IO[bytes]) -> _Header:
     """Shape and type of a `.npy` stream. Raises ValueError when it is none, or holds Python objects."""
-    version = np.lib.format.read_magic(file)  # type: ignore[no-untyped-call]
+    version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, fortran, dtype = read(file)  # type: ignore[no-untyped-call]
+    shape, fortran, dtype = read(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects, not numbers")
     return _Header(tuple(int(size) for size in shape), dtype, bool(fortran))

@@ -17,6 +17,7 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
+from eplb_service.node_visits import checked_pairs
 from eplb_service.placement import Table
 from eplb_service.topology import Topology
 
@@ -101,6 +102,8 @@ class PlanningProblem:
     loads: shape (W, L, E), float64, tokens; finite, >= 0. W sub-windows in time order, at least 1.
     source_loads: shape (L, R, E), float64, tokens that each rank sent, over all sub-windows; None = every rank that serves sent
     as many of each expert. Nearest dispatch goes by it; under others it prices hops.
+    together: shape (L, E, E), float64, tokens that chose both experts, over all sub-windows; symmetric, diagonal ignored, and
+    no pair has more tokens than either of its experts. None = not known: policies look at loads alone.
     current: the placement that is live now (also fixes layers, ranks and slots).
     wanted: a placement to go to, for policies that are given one (`static`).
     from_nothing: current holds no weights worth keeping (a first, offline plan): move limits do not bind.
@@ -117,6 +120,7 @@ class PlanningProblem:
     topology: Topology
     current: Table
     source_loads: npt.NDArray[np.float64] | None = None
+    together: npt.NDArray[np.float64] | None = None
     wanted: Table | None = None
     dispatch: Dispatch = Dispatch.EVEN
     constraints: Constraints = field(default_factory=Constraints)
@@ -163,8 +167,14 @@ class PlanningProblem:
                 f" on {self.current.num_ranks}"
             )
         object.__setattr__(self, "loads", _frozen(loads))
+        self._check_optional_loads()
+
+    def _check_optional_loads(self) -> None:
+        """What may be known beside the loads, checked against them and frozen."""
         if self.source_loads is not None:
             object.__setattr__(self, "source_loads", _frozen(self._checked_sources(self.source_loads)))
+        if self.together is not None:
+            object.__setattr__(self, "together", checked_pairs(self.together, self.total_loads, self.current.layer_ids))
 
     def _checked_sources(self, given: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Source loads of the right shape whose sum over ranks is the load (to rounding)."""

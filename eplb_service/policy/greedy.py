@@ -18,6 +18,7 @@ from eplb_service.dispatch import Dispatch, own_work
 from eplb_service.moves import count_moves, residencies
 from eplb_service.policy import plain_layers
 from eplb_service.policy.base import PlanningProblem, RawPlan
+from eplb_service.policy.colocate import colocated
 from eplb_service.policy.contradictions import has_strict_groups
 from eplb_service.policy.groups import Layout, grouped_rows
 from eplb_service.policy.kernels import loads_of_bins
@@ -58,16 +59,21 @@ class GreedyPolicy:
 
         Status `limited`: limits on moves kept layers from their better row; they got what fits, or stay as they are.
         """
+        deadline = self._clock.monotonic() + problem.time_limit_s
+
+        def expired() -> bool:
+            return self._clock.monotonic() >= deadline
+
         limits = limits_of(problem)
         loads = problem.total_loads
         plans, cut_off = plan_layers(problem, limits, loads), False
         if problem.dispatch is Dispatch.NEAREST:
-            deadline = self._clock.monotonic() + problem.time_limit_s
-            plans, cut_off = nearest_plans(problem, limits, plans, lambda: self._clock.monotonic() >= deadline)
+            plans, cut_off = nearest_plans(problem, limits, plans, expired)
         rows, limited = within_move_limits(problem, limits, plans)
+        rows, cut_short = colocated(problem, limits, rows, target=problem.max_imbalance, expired=expired)
         shares = with_shares(problem, rows)
         status = "limited" if limited else "heuristic"
-        return RawPlan(physical_to_logical=rows, shares=shares, status=status, cut_off=cut_off)
+        return RawPlan(physical_to_logical=rows, shares=shares, status=status, cut_off=cut_off or cut_short)
 
 
 def height_of(row: npt.NDArray[np.integer], load: Float64Array, limits: Limits, base: Float64Array | None = None) -> float:

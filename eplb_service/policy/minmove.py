@@ -19,6 +19,7 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.policy.anneal_routes import routes_of
 from eplb_service.policy.base import Effort, PlanningProblem, RawPlan
 from eplb_service.policy.bounds import imbalance_bounds
+from eplb_service.policy.colocate import colocated
 from eplb_service.policy.front import Point, front_within_limits, within_limits
 from eplb_service.policy.groups import Layout
 from eplb_service.policy.layer_plan import LayerPlanner
@@ -147,6 +148,7 @@ class _TablePlan:
         """The plan, with a front when asked."""
         limited = not self._fits()
         rows = self._limited_rows() if limited else np.stack([planner.row for planner in self.planners])
+        rows, cut_short = colocated(self.problem, self.limits, rows, target=self.target, expired=self.expired)
         front = self._front() if self.problem.front else ()
         bounds = certificates(self.problem, self.target, rows, expired=self.expired) if self.problem.certify else ()
         return RawPlan(
@@ -156,7 +158,7 @@ class _TablePlan:
             front_shares=front_shares(self.problem, front),
             moves_lower_bound=bounds,
             status=self._status(bounds, limited=limited),
-            cut_off=any(planner.search.cut_off for planner in self.planners),
+            cut_off=cut_short or any(planner.search.cut_off for planner in self.planners),
         )
 
     def _status(self, bounds: tuple[int, ...], *, limited: bool) -> str:

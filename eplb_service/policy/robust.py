@@ -93,7 +93,9 @@ class _Table:
 
     def start(self) -> None:
         """Begin with a plan for the scenarios' mean where that is better than what is live, moves counted."""
-        problem = replace(self.problem, loads=self.mean[None], source_loads=None, dispatch=Dispatch.EVEN, certify=False)
+        problem = replace(
+            self.problem, loads=self.mean[None], source_loads=None, together=None, dispatch=Dispatch.EVEN, certify=False
+        )
         if problem.from_nothing:
             plans = plan_layers(problem, self.limits, self.mean)
             rows = [layer.start if plan is None else plan.row for layer, plan in zip(self.layers, plans, strict=True)]

@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from eplb_service.dispatch import Dispatch
 from eplb_service.ids import RankId
@@ -48,6 +49,13 @@ def tiny_problem() -> PlanningProblem:
     )
 
 
+def tiny_pairs() -> npt.NDArray[np.float64]:
+    """Pairs of the tiny problem's tokens, shape (2, 3, 3)."""
+    pairs = np.zeros((2, 3, 3))
+    pairs[0, 0, 1] = pairs[0, 1, 0] = 4.0
+    return pairs
+
+
 def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
     """The policy's answer to a problem, with the loads in the shape that it declares.
 
@@ -58,15 +66,17 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
     return raw
 
 
-def warm_up_policy(policy: Policy, name: str) -> None:
+def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None:
     """Run a policy once and check its answer; then under nearest dispatch, with a barred rank and with soft groups.
+
+    together: with known pairs of experts too.
 
     A policy that cannot do the latter is not refused for it: who asks for them will be told. Raises PolicyFailedError when the
     first answer is unusable, or what the policy raises.
     """
     plain = tiny_problem()
     verify(plain, run_policy(policy, plain), policy=name, solve_s=0.0)
-    for problem in (
+    problems = [
         replace(plain, dispatch=Dispatch.NEAREST),
         replace(plain, constraints=Constraints(barred=frozenset({ExpertOnRank(2, 0)}))),
         replace(
@@ -74,7 +84,11 @@ def warm_up_policy(policy: Policy, name: str) -> None:
             topology=Topology.regular(num_ranks=2, num_nodes=2),
             constraints=Constraints(num_groups=3, group_price=SOFT_PRICE),
         ),
-    ):
+    ]
+    if together:
+        apart = Topology.regular(num_ranks=2, num_nodes=2)
+        problems.append(replace(plain, topology=apart, together=tiny_pairs(), from_nothing=True))
+    for problem in problems:
         # A policy is foreign code and may raise anything.
         with contextlib.suppress(Exception):
             run_policy(policy, problem)
@@ -84,4 +98,4 @@ if __name__ == "__main__":  # what an image or an installation runs once, so tha
     from eplb_service.policy.registry import load_policy, policy_names
 
     for policy_name in policy_names():
-        warm_up_policy(load_policy(policy_name), policy_name)
+        warm_up_policy(load_policy(policy_name), policy_name, together=True)
