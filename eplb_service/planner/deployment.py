@@ -15,7 +15,8 @@ from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import DeploymentId, Epoch
+from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
+from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink
 from eplb_service.planner.carrier import Carrier
@@ -122,10 +123,14 @@ class Deployment:
             on_health=self.context.health.note,
             on_fenced=self._fenced,
         )
-        self.outcomes.begin(self.ledger.unfinished())
         self.note("lead.taken", f"epoch {leadership.epoch}")
-        self.carrier.lead(leadership.epoch, self.context.config.rollout.settings())
+        self._take_over(leadership.epoch)
         self.announce()
+
+    def _take_over(self, epoch: Epoch) -> None:
+        """Go on from what the ledger says: what the leader before did not finish, and what is live."""
+        self.outcomes.begin(self.ledger.unfinished())
+        self.carrier.lead(epoch, self.context.config.rollout.settings())
 
     def _remember(self) -> None:
         """Take up what the store says was learned. What cannot be read is learned anew."""
@@ -188,7 +193,7 @@ class Deployment:
 
     def _learn(self) -> None:
         """What the last window teaches."""
-        group, live, last = self.carrier.group, self.live, self.load.last
+        group, live, last = self.group, self.live, self.load.last
         if group is None or live is None or last is None:
             return
         try:
@@ -223,10 +228,30 @@ class Deployment:
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
+    def group(self) -> Group | None:
+        """The ranks that serve; None while they are not complete."""
+        return self.carrier.group
+
+    @property
+    def leads(self) -> bool:
+        """Whether this planner leads the deployment."""
+        return self.carrier.rollout is not None
+
+    @property
+    def known_live(self) -> LiveMap | None:
+        """What ranks said that they route by; None while they were not asked in this leadership."""
+        return self.carrier.rollout.live if self.carrier.rollout is not None else None
+
+    @property
+    def generation_floor(self) -> GenerationNumber:
+        """Highest generation that ranks ever saw."""
+        rollout = self.carrier.rollout
+        return rollout.generation_floor if rollout is not None else GenerationNumber(0)
+
+    @property
     def live(self) -> LiveMap | None:
         """What ranks route by as far as known; the last known map while they cannot be asked."""
-        rollout = self.carrier.rollout
-        return rollout.live if rollout is not None and rollout.live is not None else self.ledger.live
+        return self.known_live or self.ledger.live
 
     @property
     def is_free(self) -> bool:
@@ -280,7 +305,7 @@ class Deployment:
 
     def why_not_plan(self) -> str:
         """What speaks against a new generation now; empty when nothing does."""
-        if self.lane is None or self.carrier.rollout is None:
+        if self.lane is None or not self.leads:
             return f"this planner does not lead {self.name}: {self.leading.why_not}"
         if self.context.health.reason:
             return f"the store does not answer: {self.context.health.reason}"
@@ -296,7 +321,7 @@ class Deployment:
 
         Raises ConflictError when there is none to make.
         """
-        group, live = self.carrier.group, self.carrier.rollout.live if self.carrier.rollout is not None else None
+        group, live = self.group, self.known_live
         window = self.load.windows.combine(self.context.config.planning.windows)
         if group is None or live is None:
             state, reason = self.state()
@@ -424,7 +449,7 @@ class Deployment:
             agents=self.carrier.num_agents,
             generation=live.newest_generation if live is not None else 0,
             epoch=self.leading.epoch,
-            leading=self.carrier.rollout is not None,
+            leading=self.leads,
             gain_share=self.learning.bias.share,
             seconds_per_token=model.seconds_per_token if model is not None else None,
             step_time_r_squared=model.r_squared if model is not None else None,

@@ -6,6 +6,7 @@
     rollout             the rollout that was begun last, and how it ended
     learned             what the deployment taught: costs of steps and moves, the horizon, how much of a promise comes true
     previous            what was live before the last generation, to compare it with
+    advised             who asks, and with which layers and ranks, where an engine moves its own weights (`advised.Asker`)
     generation/<n>      one published generation and what became of it
     request/<digest>    the answer to an idempotency key; `requests` lists the newest of them, so that the oldest can go
 
@@ -28,7 +29,7 @@ import numpy.typing as npt
 from eplb_service.errors import BrokenInvariantError
 
 SETTINGS, LIVE, LOADED, ROLLOUT, REQUESTS = "settings", "live", "loaded", "rollout", "requests"
-LEARNED, PREVIOUS = "learned", "previous"
+LEARNED, PREVIOUS, ADVISED = "learned", "previous", "advised"
 GENERATIONS = "generation/"
 REQUESTS_KEPT = 1024
 KEY_CHARACTERS_MAX = 128

@@ -63,6 +63,8 @@ class Ledger:
         """What the engine loaded by itself, once it was seen."""
         self.learned: bytes | None = None
         """What the deployment taught (`learning.Learning.to_document`), as stored when the lead was taken."""
+        self.advised: bytes | None = None
+        """Who asks an advised deployment's questions, as stored; None for any other deployment."""
         self.previous: Previous | None = None
         """What was live before the newest generation."""
         self.generations: dict[GenerationNumber, Generation] = {}
@@ -90,6 +92,7 @@ class Ledger:
             documents.REQUESTS,
             documents.LEARNED,
             documents.PREVIOUS,
+            documents.ADVISED,
         )
         found = await self._store.read(self._deployment, names)
         listed = await self._store.list(self._deployment, documents.GENERATIONS, limit=GENERATIONS_KEPT)
@@ -103,6 +106,8 @@ class Ledger:
             self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
         if documents.PREVIOUS in found:
             self.previous = _previous(found[documents.PREVIOUS].value)
+        if documents.ADVISED in found:
+            self.advised = found[documents.ADVISED].value
         self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
         for _, document in listed:
             self.keep(decode_generation(document.value))

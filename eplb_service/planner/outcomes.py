@@ -49,10 +49,10 @@ class Outcomes:
 
     def window_closed(self, closed: Accepted) -> None:
         """Compare the first full window under a new generation with what was predicted."""
-        rollout = self._deployment.carrier.rollout
-        if self._observing is None or rollout is None or rollout.live is None:
+        live = self._deployment.known_live
+        if self._observing is None or live is None:
             return
-        observed = self._deployment.load.observed(rollout.live, closed, self._deployment.context.gate.min_coverage)
+        observed = self._deployment.load.observed(live, closed, self._deployment.context.gate.min_coverage)
         if observed is None:
             return
         generation, self._observing = self._deployment.ledger.generations.get(self._observing), None
@@ -147,8 +147,9 @@ class Outcomes:
         self._deployment.note("rollout.finished", f"generation {effect.generation} {effect.outcome.value}: {effect.reason}")
         self._deployment.last_error = "" if active else f"generation {effect.generation}: {effect.reason}"
         self.rollout_since_s = None
-        if self._deployment.carrier.rollout is not None and self._deployment.carrier.rollout.live is not None:
-            self._deployment.load.live_known(self._deployment.carrier.rollout.live)
+        live = self._deployment.known_live
+        if live is not None:
+            self._deployment.load.live_known(live)
         if generation is None:
             return
         if active:

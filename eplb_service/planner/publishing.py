@@ -9,7 +9,6 @@ import structlog
 
 from eplb_service import failpoints
 from eplb_service.generation import Generation
-from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement
@@ -43,9 +42,7 @@ async def publish(
 ) -> RequestRecord | None:
     """Store a new generation (and the answer to whoever asked), then roll it out. Call with `planning` held."""
     log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
-    clock, rollout = deployment.context.clock, deployment.carrier.rollout
-    floor = rollout.generation_floor if rollout is not None else GenerationNumber(0)
-    live = deployment.live
+    clock, live, floor = deployment.context.clock, deployment.live, deployment.generation_floor
     number = deployment.ledger.take_number(max(floor, live.newest_generation if live is not None else floor))
     generation = Generation(
         number=number,

@@ -109,7 +109,7 @@ class Steering:
         if fault is None or deployment.ledger.settings.mode != "auto" or not deployment.context.validation.roll_back:
             return
         async with deployment.planning:
-            live, group = deployment.live, deployment.carrier.group
+            live, group = deployment.live, deployment.group
             if deployment.why_not_plan() or live is None or group is None or live.digest != fault.live_digest:
                 return
             layers_max = deployment.context.config.rollout.layers_per_chunk_max
@@ -163,7 +163,7 @@ class Steering:
     def _screened(self) -> VerdictRecord | None:
         """The answer where the load needs no plan, since the solver is dear."""
         deployment = self.deployment
-        group, live = deployment.carrier.group, deployment.live
+        group, live = deployment.group, deployment.live
         window = deployment.load.windows.combine(deployment.context.config.planning.windows)
         if group is None or live is None or window is None:
             return None
@@ -283,7 +283,7 @@ class Steering:
 
     def _why_not_carried(self, choice: Choice) -> str:
         deployment = self.deployment
-        group, live = deployment.carrier.group, deployment.live
+        group, live = deployment.group, deployment.live
         if group is None or live is None:
             return "the group was lost meanwhile"
         layers_max = deployment.context.config.rollout.layers_per_chunk_max
@@ -299,7 +299,7 @@ class Steering:
             deployment.cancel_rollout(asked, by="rollback", withdraw=True)
             await deployment.wait_until_free(WITHDRAW_S)
             self._check_plannable()
-            group, live = deployment.carrier.group, deployment.live
+            group, live = deployment.group, deployment.live
             if group is None or live is None:
                 raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
             target = source.placement if source is not None else self._as_loaded(live.placement)
@@ -385,7 +385,7 @@ class Steering:
         )
 
     def _check_leads(self) -> None:
-        if self.deployment.carrier.rollout is None:
+        if not self.deployment.leads:
             raise ConflictError(f"this planner does not lead {self.deployment.name}: {self.deployment.leading.why_not}")
 
     def _check_plannable(self) -> None:

@@ -87,7 +87,7 @@ class Validating:
         if generation is None or previous is None:
             return
         deployment, config = self._deployment, self._deployment.context.validation
-        group, live = deployment.carrier.group, deployment.live
+        group, live = deployment.group, deployment.live
         if group is None or live is None:
             return
         seen = {observation.window_index for observation in generation.observations}

@@ -106,7 +106,7 @@ def _mark(deployment: Deployment, live: LiveMap, digest: str) -> tuple[object, .
 
 def _moves(deployment: Deployment, before: Placement, after: Placement) -> MoveSummary:
     """What the change moves: by the group's links and sizes, or counts alone while there is no such group."""
-    group = deployment.carrier.group
+    group = deployment.group
     if group is not None and group.rank_ids == before.rank_ids:
         return moves_between(before, after, group)
     topology = Topology(before.rank_ids, ("unknown",) * len(before.rank_ids))

@@ -210,7 +210,7 @@ def _other_shares(
 def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
     """Everything that is going on in a deployment, and why."""
     state, reason = deployment.state()
-    group, live, last = deployment.carrier.group, deployment.live, deployment.load.last
+    group, live, last = deployment.group, deployment.live, deployment.load.last
     outcomes = deployment.load.outcomes
     view = admin_pb2.DeploymentStatus(
         deployment=deployment.name,
