@@ -88,12 +88,16 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovePrice:
-    """What a move costs. copy_s: how long weights are copied; the others: seconds of serving that this and the rest cost."""
+    """What a move costs. copy_s: how long weights are copied; the others: seconds of serving that this and the rest cost.
+
+    nic_s: how much of copy_s is of tables whose busiest NIC takes longer than their busiest rank.
+    """
 
     copy_s: float
     interference_s: float
     stall_s: float
     memory_s: float
+    nic_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -102,7 +106,17 @@ class MovePrice:
 
 
 def copy_seconds(cost: CostModel, moves: MoveSummary) -> float:
-    """Time that the busiest rank takes to receive its experts, or the busiest NIC, if that takes longer.
+    """Time that the busiest rank takes to receive its experts, or the busiest NIC, if that takes longer."""
+    return max(_rank_seconds(cost, moves), _nic_seconds(cost, moves))
+
+
+def _nic_seconds(cost: CostModel, moves: MoveSummary) -> float:
+    """Time that the busiest NIC takes; 0 where none are named."""
+    return moves.bytes_into_busiest_nic / cost.cross_node
+
+
+def _rank_seconds(cost: CostModel, moves: MoveSummary) -> float:
+    """Time that the busiest rank takes.
 
     The bytes of the busiest rank are split over links as those of all ranks are. Bytes that no serving rank holds come from a
     host or a checkpoint, and are counted as crossing nodes.
@@ -112,8 +126,7 @@ def copy_seconds(cost: CostModel, moves: MoveSummary) -> float:
     total = within + across
     if not total:
         return 0.0
-    rank_s = moves.bytes_into_busiest_rank * (within / cost.bytes_per_s + across / cost.cross_node) / total
-    return max(rank_s, moves.bytes_into_busiest_nic / cost.cross_node)
+    return moves.bytes_into_busiest_rank * (within / cost.bytes_per_s + across / cost.cross_node) / total
 
 
 def price(cost: CostModel, moves: Sequence[MoveSummary], *, num_flips: int, replica_bytes: float = 0.0) -> MovePrice:
@@ -130,6 +143,7 @@ def price(cost: CostModel, moves: Sequence[MoveSummary], *, num_flips: int, repl
         interference_s=copy_s * cost.copy_interference,
         stall_s=cost.commit_stall_s * num_flips,
         memory_s=max(0.0, replica_bytes) / GIB * cost.replica_s_per_gib,
+        nic_s=sum(copy_seconds(cost, part) for part in moves if _nic_seconds(cost, part) > _rank_seconds(cost, part)),
     )
 
 

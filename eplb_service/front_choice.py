@@ -216,6 +216,7 @@ class FrontChoice:
                 "saved_s": candidate.saved_s,
                 "cost_s": candidate.price.total_s,
                 "copy_s": candidate.price.copy_s,
+                "nic_s": candidate.price.nic_s,
                 "stall_s": candidate.price.stall_s,
                 "net_s": candidate.net_s,
                 "horizon_steps": self._cost.horizon_steps,
@@ -259,8 +260,9 @@ def _price_text(cost: CostModel, candidate: _Candidate) -> str:
         if cost.origin(name) is not Origin.GIVEN
     ]
     memory = f", {cost_of_it.memory_s:.3g} s of replica memory" if cost_of_it.memory_s else ""
+    nic = f", {cost_of_it.nic_s:.3g} s of it waiting for the busiest NIC," if cost_of_it.nic_s else ""
     return (
         f"it saves {candidate.saved_s:.3g} s over {cost.horizon_steps:.0f} steps and costs {cost_of_it.total_s:.3g} s"
-        f" ({cost_of_it.copy_s:.3g} s of copying at {cost.copy_interference:.0%} interference,"
+        f" ({cost_of_it.copy_s:.3g} s of copying{nic} at {cost.copy_interference:.0%} interference,"
         f" {cost_of_it.stall_s:.3g} s of stalls{memory})" + (f" [{', '.join(unsure)}]" if unsure else "")
     )

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from eplb_service.calibration import LinkRates, NicTransfers, Transfer
 from eplb_service.control import Address, LayerInfo, LinkBytes, ModelInfo, Registration, Staged
-from eplb_service.costs import CostModel, copy_seconds
+from eplb_service.costs import CostModel, copy_seconds, price
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
+from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.hops import TokenHops, token_hops
 from eplb_service.ids import ChunkId, DeploymentId, GroupId, Incarnation, Phase, RankId
 from eplb_service.membership.machine import Group
@@ -23,6 +24,9 @@ from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
 from eplb_service.placement import Placement, Table
 from eplb_service.planner.learning import Learning
 from eplb_service.planner.proposing import moves_between
+from eplb_service.policy.base import PlanningProblem
+from eplb_service.policy.greedy import GreedyPolicy
+from eplb_service.policy.verify import verify
 from eplb_service.topology import LinkKind, Topology
 from tests.unit.test_dispatch import Case, cases, walk
 
@@ -109,6 +113,8 @@ def test_four_ranks_behind_one_nic_wait_for_one_another() -> None:
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=0)) == 50.0
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=400)) == 200.0
     assert copy_seconds(COST, moved(busiest_rank=100, busiest_nic=100)) == 50.0
+    both = price(COST, [moved(busiest_rank=100, busiest_nic=400), moved(busiest_rank=100, busiest_nic=100)], num_flips=2)
+    assert (both.copy_s, both.nic_s, both.interference_s) == (250.0, 200.0, 250.0)
 
 
 def test_tables_are_carried_one_after_another_so_what_their_nics_take_adds_up() -> None:
@@ -313,3 +319,36 @@ def test_layers_that_load_other_rails_do_not_even_one_another_out() -> None:
     assert hops.to_json()["busiest_nic_share"] == 1.0
     idle = token_hops([[0, 0, 0, 0], [0, 0, 0, 0]], table, topology)
     assert (idle.nic_imbalance, idle.busiest_nic_share) == (1.0, 0.0)
+
+
+# ── the gate ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_move_that_pays_over_nics_of_their_own_is_kept_back_where_ranks_share_one() -> None:
+    own = Topology.regular(num_ranks=8, num_nodes=2)
+    loads = np.exp(np.random.default_rng(5).normal(0, 1, (1, 4, 16))) * 1e5
+    current = Table.linear(model="m", layer_ids=range(4), num_logical=16, rank_ids=own.rank_ids, slots_per_rank=3)
+
+    def asked(topology: Topology, horizon_steps: float) -> Verdict:
+        problem = PlanningProblem(loads=loads, topology=topology, current=current, expert_bytes=(1_000_000_000,) * 4)
+        proposal = verify(problem, GreedyPolicy().plan(problem), policy="greedy", solve_s=0.0)
+        evidence = TableEvidence(loads=loads, current=current, proposal=proposal, expert_bytes=problem.expert_bytes)
+        inputs = GateInputs(
+            tables=(evidence,),
+            topology=topology,
+            dispatch=Dispatch.EVEN,
+            coverage=1.0,
+            generation_age_s=None,
+            cost=CostModel(seconds_per_step=0.01, horizon_steps=horizon_steps, bytes_per_s=1e9, commit_stall_s=0.0),
+        )
+        return decide(GateConfig(min_sub_windows=1), inputs)
+
+    alone, shared = asked(own, 1000.0).numbers, asked(own.with_nics(1), 1000.0).numbers
+    assert shared["nic_s"] == shared["copy_s"] > 1.5 * alone["copy_s"]
+    assert alone["nic_s"] == 0.0
+    between_s = 1.25 * (alone["copy_s"] * shared["copy_s"]) ** 0.5  # what the gate wants saved for each second of cost
+    steps = 1000.0 * between_s / alone["saved_s"]
+    pays, held = asked(own, steps), asked(own.with_nics(1), steps)
+    assert (pays.code, held.code) == (VerdictCode.MOVE, VerdictCode.COST_EXCEEDS_GAIN)
+    assert "NIC" not in pays.reason
+    assert f"{held.numbers['nic_s']:.3g} s of it waiting for the busiest NIC, at 100% interference" in held.reason
