@@ -1,4 +1,4 @@
-"""`eplb placement`: show, watch and compare placements."""
+"""`eplb placement`: show, watch, compare and convert placements."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ from eplb_service.cli.output import (
     print_table,
     to_plain,
 )
+from eplb_service.cli.placement_convert import convert
 from eplb_service.errors import NotFoundError
 from eplb_service.pb.v1 import placement_pb2
 from eplb_service.rpc.convert_placement import table_from_pb
 
 
-@click.group(short_help="Show, watch or compare placements.")
+@click.group(short_help="Show, watch, compare or convert placements.")
 def placement() -> None:
-    """What each slot holds: now, as it changes, or between two generations.
+    """What each slot holds: now, as it changes, between two generations, or in a file.
 
     \b
     Example:  eplb placement show -d chat-decode --layer 3
     """
+
+
+placement.add_command(convert)
 
 
 @placement.command(short_help="Slots and experts of one generation.")

@@ -13,7 +13,7 @@ from eplb_service.cli.client import planner_client, the_deployment, tls_options
 from eplb_service.cli.front_picture import check_picture, draw_front
 from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
 from eplb_service.cli.output import console, output_option, print_json
-from eplb_service.cli.plan_request import checked_together, flag, loads_of, problem_of, together_of
+from eplb_service.cli.plan_request import checked_together, flag, loads_of, moves_are_free, problem_of, together_of
 from eplb_service.dispatch import Dispatch
 from eplb_service.policy.base import Effort
 
@@ -239,7 +239,8 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     "--out",
     type=values.placement_file,
     metavar="[FORMAT:]FILE",
-    help="Write the placement as eplb (default; --current and --to read it back), sglang, trtllm or vllm-ascend has it.",
+    help="Write the placement as eplb (default), sglang, trtllm or vllm-ascend reads it. They load it at start: without"
+    " --current, moves are free.",
 )
 @click.option("--planner", envvar="EPLB_PLANNER", metavar="HOST:PORT", help="Planner to ask (environment: EPLB_PLANNER).")
 @tls_options
@@ -283,13 +284,15 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     from eplb_service.cli import plan_page  # noqa: PLC0415  (keeps `eplb plan --help` quick)
     from eplb_service.formats.placements import format_to_write  # noqa: PLC0415
     from eplb_service.offline.facts import facts_of  # noqa: PLC0415
+    from eplb_service.offline.fill import filled_plan  # noqa: PLC0415
     from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
     from eplb_service.offline.plan_document import plan_document  # noqa: PLC0415
 
     if options["pareto"] not in (None, TABLE):
         check_picture(options["pareto"])
-    if options["out"] is not None:
-        format_to_write(options["out"])
+    engine = None if options["out"] is None else format_to_write(options["out"])
+    if engine not in (None, "eplb") and moves_are_free(options):
+        options = {**options, "from_nothing": True}
     recording, source_loads = loads_of(load, options)
     together = together_of(recording, options)
     made = []
@@ -297,6 +300,7 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
         problem = problem_of(recording, source_loads, options, slots_per_rank=slots, together=together)
         against = "linear" if options["current"] is None else "current"
         plan = plan_offline(problem, policy=options["policy"], moves_against=against)
+        plan = plan if engine in (None, "eplb") else filled_plan(plan, engine)
         made.append((plan, facts_of(problem, plan.proposal, None if together is None else together.choices)))
     documents = [plan_document(plan, facts, recording) for plan, facts in made] if output == "json" else []
     if options["sweep_slots"] is not None:

