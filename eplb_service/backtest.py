@@ -16,7 +16,7 @@ neighbouring ones still have in common (triangular weights of overlap: a quarter
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -246,19 +246,19 @@ class Backtest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Winner:
-    """The forecaster that is used: by its name, with what speaks for it."""
+    """A forecaster that may be used, and what speaks for it."""
 
     forecaster: Forecaster
     evidence: Evidence
 
 
-def winner(
-    forecasters: Sequence[Forecaster], evidence: dict[str, Evidence], kinds: frozenset[Kind], num_ranks: int
-) -> Winner | None:
-    """The forecaster that gains most of those that win; None when none does."""
+def winners(
+    forecasters: Sequence[Forecaster], evidence: Mapping[str, Evidence], kinds: frozenset[Kind], num_ranks: int
+) -> list[Winner]:
+    """The forecasters of these kinds that win, by what they gain, most first."""
     winning = [
         Winner(forecaster=forecaster, evidence=evidence[forecaster.name])
         for forecaster in forecasters
         if forecaster.kind in kinds and forecaster.name in evidence and evidence[forecaster.name].wins(num_ranks)
     ]
-    return max(winning, key=lambda found: found.evidence.gain, default=None)
+    return sorted(winning, key=lambda found: -found.evidence.gain)

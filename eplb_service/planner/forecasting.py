@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from eplb_service.backtest import BACKTESTS_MIN, SAVED_MIN, SIGMAS, Backtest, Evidence, Winner, winner
+from eplb_service.backtest import BACKTESTS_MIN, SAVED_MIN, SIGMAS, Backtest, Evidence, Winner, winners
 from eplb_service.forecast import (
     LAST,
     Float32Array,
@@ -48,6 +48,10 @@ STANDSTILL = 20.0
 """A gap of so many mean gaps is no window that took long: nothing was served, or nobody listened."""
 
 LEAD_CHANGE = 1.5
+"""The windows that forecasts are of change when the last of them comes so many times later or sooner."""
+
+EXPERTS_MAX = 1 << 16
+"""Most experts of a layer in a document that is to be believed."""
 
 PROFILE_TEXT_MAX = 8 << 20
 """Largest profile that is stored, as text; a larger one is learned anew after a restart."""
@@ -197,25 +201,34 @@ class Forecasting:
     def _kinds(self) -> frozenset[Kind]:
         return frozenset(Kind) if self._mode == AUTO else frozenset(kind for kind in Kind if kind.value == self._mode)
 
-    def _winner(self) -> Winner | None:
+    def _winners(self) -> list[Winner]:
         backtest = self._backtest
         if backtest is None:
+            return []
+        return winners(backtest.forecasters, backtest.evidence, self._kinds, self._num_ranks)
+
+    def _found(self) -> tuple[Winner, Lead, Float32Array] | None:
+        """The best of the winners that have seen enough, the windows that it is asked for, and what it says of them."""
+        backtest = self._backtest
+        if backtest is None or backtest.lead is None or not self._recent or self._at_s is None:
             return None
-        return winner(backtest.forecasters, backtest.evidence, self._kinds, self._num_ranks)
+        for found in self._winners():
+            popularity = found.forecaster.forecast(backtest.lead, self._present())
+            if popularity is not None:
+                return found, backtest.lead, popularity
+        return None
 
     def forecast(self) -> LoadForecast | None:
         """What to plan for; None: the windows as they are."""
-        backtest, found = self._backtest, self._winner()
-        if backtest is None or backtest.lead is None or found is None or not self._recent or self._at_s is None:
+        backtest, answer = self._backtest, self._found()
+        if backtest is None or answer is None:
             return None
-        popularity = found.forecaster.forecast(backtest.lead, self._present())
-        if popularity is None:
-            return None
+        found, lead, popularity = answer
         return LoadForecast(
             name=found.forecaster.name,
-            words=self._words(found, backtest.lead),
+            words=self._words(found, lead),
             error=found.evidence.error,
-            lead=backtest.lead,
+            lead=lead,
             popularity=tuple(zip(self._shapes, backtest.layout.split(popularity), strict=True)),
         )
 
@@ -234,9 +247,11 @@ class Forecasting:
             return "planned from the last windows: forecasts are off (planning.forecast)"
         if backtest is None or backtest.lead is None:
             return ""
-        found = self._winner()
-        if found is not None:
-            return self._words(found, backtest.lead)
+        answer, winning = self._found(), self._winners()
+        if answer is not None:
+            return self._words(*answer[:2])
+        if winning:
+            return f"planned from the last windows: {winning[0].forecaster.words} wins its backtests, but must see more windows"
         tested = [
             Winner(forecaster=forecaster, evidence=backtest.evidence[forecaster.name])
             for forecaster in backtest.forecasters
@@ -260,8 +275,8 @@ class Forecasting:
 
     def used(self) -> str:
         """Name of the forecaster that is used; `last` for none."""
-        found = self._winner()
-        return found.forecaster.name if found is not None else LAST
+        answer = self._found()
+        return answer[0].forecaster.name if answer is not None else LAST
 
     def numbers(self) -> dict[str, float]:
         """All of it, units last."""
@@ -291,6 +306,7 @@ class Forecasting:
             "shapes": [[shape.model, list(shape.layer_ids), shape.num_logical] for shape in self._shapes],
             "lead": None if backtest.lead is None else [backtest.lead.first, backtest.lead.last],
             "window_s": self._window_s,
+            "num_ranks": self._num_ranks,
             "evidence": {name: list(astuple(found)) for name, found in backtest.evidence.items()},
             "day": self._day_to_json(backtest),
         }
@@ -315,22 +331,22 @@ class Forecasting:
         if tree is None or self._mode == OFF:
             return fresh
         shapes = tuple(
-            TableShape(model=str(model), layer_ids=tuple(map(int, layers)), num_logical=int(experts))
+            TableShape(model=str(model), layer_ids=tuple(map(_whole, layers)), num_logical=_whole(experts))
             for model, layers, experts in tree["shapes"]
         )
-        if not shapes or any(not shape.layer_ids or shape.num_logical < 1 for shape in shapes):
-            raise ValueError("forecasts of no table")
+        if not shapes or any(not shape.layer_ids or not 1 <= shape.num_logical <= EXPERTS_MAX for shape in shapes):
+            raise ValueError(f"forecasts of no table, or of layers without experts or with more than {EXPERTS_MAX}")
         backtest = fresh._begin(shapes)
         names = {forecaster.name for forecaster in backtest.forecasters}
         evidence = {str(name): _evidence(values) for name, values in dict(tree["evidence"]).items()}
         backtest.evidence = {name: found for name, found in evidence.items() if name in names}
         if tree["lead"] is not None:
-            first, last = map(int, tree["lead"])
+            first, last = map(_whole, tree["lead"])
             if not 1 <= first <= last <= LEAD_MAX:
                 raise ValueError(f"a forecast of windows {first} to {last}")
             backtest.lead = Lead(first, last)
         fresh._window_s = None if tree["window_s"] is None else _seconds(tree["window_s"])
-        fresh._num_ranks = self._num_ranks
+        fresh._num_ranks = _whole(tree["num_ranks"])
         if tree["day"] is None or not _read_day(_day_of(backtest), tree["day"]):
             backtest.evidence.pop(Kind.TIME_OF_DAY.value, None)
         return fresh
@@ -346,10 +362,16 @@ def _evidence(values: Sequence[Any]) -> Evidence:
     if len(values) != len(fields(Evidence)):
         raise ValueError(f"{len(values)} sums of backtests")
     num, *sums = values
-    found = Evidence(int(num), *map(float, sums))
+    found = Evidence(_whole(num), *map(float, sums))
     if not all(map(math.isfinite, astuple(found))) or min(astuple(found)[:-1]) < 0:
         raise ValueError("a sum of backtests is not finite, or negative")
     return found
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
 
 
 def _seconds(value: Any) -> float:
@@ -360,7 +382,7 @@ def _seconds(value: Any) -> float:
 
 def _read_day(day: TimeOfDay, tree: Mapping[str, Any]) -> bool:
     """Fill a profile. Returns False, with nothing filled, when it has other bins than are wanted now."""
-    visits = np.array([int(count) for count in tree["visits"]], np.int64)
+    visits = np.array([_whole(count) for count in tree["visits"]], np.int64)
     if visits.size != day.bins:
         return False
     if (visits < 0).any():

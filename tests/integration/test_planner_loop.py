@@ -806,6 +806,63 @@ def test_without_given_costs_a_move_waits_until_step_times_say_what_imbalance_co
     run(scenario())
 
 
+def test_windows_that_an_average_forecasts_better_are_planned_for_by_it_also_by_a_planner_that_restarts() -> None:
+    """Small windows of one load. In mode observe, so that nothing but the windows happens."""
+
+    async def scenario() -> None:
+        store, random = FlakyStore(), np.random.default_rng(0)
+        options = {"planning__mode": "observe", "planning__policy": "static", "gate__min_tokens": "0"}
+        async with planner(store, **options) as (service, address), Fleet(address) as fleet:
+            weights = random.exponential(1.0, fleet.num_logical)
+
+            def report(count: int) -> None:
+                for _ in range(count):
+                    fleet.report(random.multinomial(300, weights / weights.sum(), size=fleet.num_layers))
+
+            await reach(fleet, "ready")
+            report(1)
+            await until(lambda: len(fleet.replies) == fleet.num_ranks, "replies to the first window")
+            said = (await status_of(fleet)).learned.forecast
+            assert said == "planned from the last windows: 0 of 16 backtests of forecasts are done"
+            report(110)
+            await until(lambda: len(fleet.replies) == 111 * fleet.num_ranks, "replies to all windows")
+            learned = (await status_of(fleet)).learned
+            assert learned.forecast.startswith("planned for a forecast by a mean that halves in")
+            used = [name for name, value in learned.numbers.items() if name.endswith("_used") and value == 1]
+            assert used[0].startswith("forecast_ewma_")
+            assert learned.numbers[used[0].replace("used", "less_off")] > 0.05
+            plan = await fleet.admin.Plan(admin_pb2.PlanRequest(deployment="chat", policy="greedy"))
+            assert "; planned for a forecast by a mean that halves in" in plan.verdict.reason
+            deployment = service.planner.deployment(DeploymentId("chat"))  # type: ignore[union-attr]
+            deployment.store_learned()
+        async with planner(store, store__owner="another", **options) as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            learned = (await status_of(fleet)).learned
+            assert learned.forecast.endswith("wins its backtests, but must see more windows")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("skew", [0, 1])
+def test_while_no_forecast_wins_every_answer_is_as_without_forecasts(skew: int) -> None:
+    async def scenario() -> None:
+        answers = []
+        for forecast in ("auto", "off"):
+            async with planner(planning__mode="observe", planning__forecast=forecast) as (_, address), Fleet(address) as fleet:
+                await reach(fleet, "ready")
+                for hot in range(4):
+                    fleet.report(fleet.skewed(hot * skew))
+                await until(lambda: len(fleet.replies) == 4 * fleet.num_ranks, "replies to all windows")
+                plan = await fleet.admin.Plan(admin_pb2.PlanRequest(deployment="chat"))
+                plan.proposal.created_at_s = plan.verdict.decided_at_s = plan.solve_s = 0
+                answers.append(plan.SerializeToString(deterministic=True))
+                said = (await status_of(fleet)).learned.forecast
+                assert said.startswith("planned from the last windows")
+        assert answers[0] == answers[1]
+
+    run(scenario())
+
+
 def test_proposal_that_is_too_old_is_not_published() -> None:
     async def scenario() -> None:
         async with planner(planning__proposal_ttl_s="1e-9") as (_, address), Fleet(address) as fleet:

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from eplb_service.backtest import BACKTESTS_MIN, OVERLAP, SAVED_MIN, Backtest, Evidence, score, winner
+from eplb_service.backtest import BACKTESTS_MIN, OVERLAP, SAVED_MIN, Backtest, Evidence, score, winners
 from eplb_service.forecast import Average, Float32Array, Kind, Layout, Lead, Present, Trend
 from tests.unit.forecast_trials import Trial, imbalance_later
 from tests.unit.gate_trials import Float64Array, popularity
@@ -84,16 +84,16 @@ def test_a_winner_is_better_often_enough_by_enough_and_of_late() -> None:
     assert not Evidence().wins(4)
 
 
-def test_of_several_that_win_the_one_that_gains_most_is_used_and_only_of_the_kinds_that_are_wanted() -> None:
+def test_of_several_that_win_the_one_that_gains_most_comes_first_and_only_kinds_that_are_wanted_do() -> None:
     every = (Average(LAYOUT, 4), Average(LAYOUT, 16), Trend(LAYOUT, 8))
     evidence = {"ewma-4": evidence_of(0.5, 1.0), "ewma-16": evidence_of(0.4, 1.0), "trend-8": evidence_of(0.3, 1.0)}
-    found = winner(every, evidence, frozenset(Kind), 4)
-    assert found is not None
-    assert found.forecaster.name == "trend-8"
-    found = winner(every, evidence, frozenset({Kind.EWMA}), 4)
-    assert found is not None
-    assert found.forecaster.name == "ewma-16"
-    assert winner(every, evidence, frozenset({Kind.TIME_OF_DAY}), 4) is None
+    names = {
+        kinds: [found.forecaster.name for found in winners(every, evidence, kinds, 4)]
+        for kinds in (frozenset(Kind), frozenset({Kind.EWMA}), frozenset({Kind.TIME_OF_DAY}))
+    }
+    assert list(names.values()) == [["trend-8", "ewma-16", "ewma-4"], ["ewma-16", "ewma-4"], []]
+    evidence["trend-8"] = evidence_of(1.0, 0.3)
+    assert [found.forecaster.name for found in winners(every, evidence, frozenset(Kind), 4)] == ["ewma-16", "ewma-4"]
 
 
 @pytest.mark.parametrize("heavy", [False, True], ids=["even", "heavy"])
@@ -220,7 +220,7 @@ def test_of_100_loads_that_nothing_forecasts_better_fewer_than_two_are_ever_fore
             trend.see(window, 0.0)
             now = Present(last=window, num_windows=1, at_s=0.0, window_s=1.0)
             backtest.made([layout.popularity(window), average.forecast(lead, now), trend.forecast(lead, now)])
-            ever = ever or winner(backtest.forecasters, backtest.evidence, frozenset(Kind), 4) is not None
+            ever = ever or bool(winners(backtest.forecasters, backtest.evidence, frozenset(Kind), 4))
         assert backtest.evidence["ewma-4"].num >= BACKTESTS_MIN
         used += ever
     assert used <= 1
