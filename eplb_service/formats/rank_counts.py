@@ -20,11 +20,21 @@ from eplb_service.formats.recording import Float64Array
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCounts:
-    """What one file of one rank holds. passes: by id, counts of logical experts of shape (L, E)."""
+    """What one file of one rank holds.
+
+    passes: by id, counts of logical experts of shape (L, E). digests: by id, of the counts as the rank made them: of physical
+    experts where it counts those, since ranks that count what their own slots got may have equal logical counts.
+    """
 
     rank: int
     where: str
     passes: Mapping[int, Float64Array]
+    digests: Mapping[int, bytes]
+
+
+def digest_of(counts: Float64Array) -> bytes:
+    """Digest of counts: equal where all of them are."""
+    return hashlib.blake2b(counts.tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +101,7 @@ def _digests(files: Sequence[Callable[[], RankCounts]], what: str) -> tuple[dict
                 )
             if pass_id in mine:
                 raise InvalidInputError(f"{found.where}: {what} {pass_id} of rank {found.rank} is there twice")
-            mine[pass_id] = hashlib.blake2b(counts.tobytes(), digest_size=16).digest()
+            mine[pass_id] = found.digests[pass_id]
     return digests, shape
 
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.formats.files import short_text
-from eplb_service.formats.rank_counts import RankCounts, merged_counts
+from eplb_service.formats.rank_counts import RankCounts, digest_of, merged_counts
 from eplb_service.formats.recording import Float64Array, LoadRecording, checked_counts, engine_recording
 
 RECORD_KEYS = ("forward_pass_id", "rank", "global_physical_count")
@@ -184,6 +184,7 @@ def _map(array: object, where: str) -> npt.NDArray[np.int64]:
 def _rank_counts(dump: _Dump) -> RankCounts:
     """A file's passes, in logical counts; what several gatherers counted in one pass is added up."""
     passes: dict[int, Float64Array] = {}
+    digests: dict[int, bytes] = {}
     seen: set[tuple[int, str]] = set()
     for index, record in enumerate(dump.records):
         where = f"{dump.where}, record {index}"
@@ -200,7 +201,8 @@ def _rank_counts(dump: _Dump) -> RankCounts:
             )
         logical = _to_logical(counts, dump)
         passes[pass_id] = passes[pass_id] + logical if pass_id in passes else logical
-    return RankCounts(rank=dump.rank, where=dump.where, passes=passes)
+        digests[pass_id] = digests.get(pass_id, b"") + digest_of(counts)
+    return RankCounts(rank=dump.rank, where=dump.where, passes=passes, digests=digests)
 
 
 def _check_not_local(dump: _Dump) -> None:

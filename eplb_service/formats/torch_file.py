@@ -48,11 +48,13 @@ def read_torch(path: Path) -> object:
         raise EnvironmentFault(
             f"{path} is a file of torch, which is not installed here: install eplb-service[sglang], or torch itself"
         ) from error
+    is_zip = head == b"PK"
     try:
-        is_zip = head == b"PK"
         if is_zip:
             _check_archive(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except InvalidInputError:
+        raise
     except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {why(error)}") from error
     except Exception as error:  # torch raises what its parts raise: RuntimeError, UnpicklingError, EOFError, KeyError, …

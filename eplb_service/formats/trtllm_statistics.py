@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.formats.files import ids_text, short_text
-from eplb_service.formats.rank_counts import RankCounts, merged_counts
+from eplb_service.formats.rank_counts import RankCounts, digest_of, merged_counts
 from eplb_service.formats.recording import Float64Array, LoadRecording, checked_counts, engine_recording
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
@@ -46,7 +46,12 @@ def statistics_recording(files: Mapping[str, tuple[int, Callable[[], Arrays]]], 
     layers = sorted({layer for name, (_, read) in files.items() for _, layer in _keys(read(), name)})
 
     def reader(name: str, rank: int, read: Callable[[], Arrays]) -> Callable[[], RankCounts]:
-        return lambda: RankCounts(rank=rank, where=name, passes=_passes(read(), layers, num_experts, name))
+        def counts() -> RankCounts:
+            passes = _passes(read(), layers, num_experts, name)
+            digests = {iteration: digest_of(found) for iteration, found in passes.items()}
+            return RankCounts(rank=rank, where=name, passes=passes, digests=digests)
+
+        return counts
 
     made = merged_counts([reader(name, rank, read) for name, (rank, read) in files.items()], what="iteration")
     return engine_recording(
