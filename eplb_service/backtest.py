@@ -158,14 +158,15 @@ class _Batch:
 
 @dataclass(slots=True)
 class Backtest:
-    """Scores forecasters as windows close. evidence: by name.
+    """Scores forecasters as windows close. by_octave: evidence by name, for leads within a factor of two apart.
 
-    Memory: about PENDING_MAX x (forecasters + 2) flat arrays.
+    A forecast of the next window says little of one of the fiftieth, and a deployment whose windows take longer by night than
+    by day must not forget either. Memory: about PENDING_MAX x (forecasters + 2) flat arrays.
     """
 
     layout: Layout
     forecasters: tuple[Forecaster, ...]
-    evidence: dict[str, Evidence] = field(default_factory=dict)
+    by_octave: dict[int, dict[str, Evidence]] = field(default_factory=dict)
     lead: Lead | None = None
     _pending: list[_Pending] = field(default_factory=list)
     _batch: _Batch | None = None
@@ -178,14 +179,17 @@ class Backtest:
         self._pending.clear()
         self._batch, self._batch_at_s, self._next = None, None, self._now
 
+    @property
+    def evidence(self) -> dict[str, Evidence]:
+        """By name, for the present lead."""
+        octave = self.lead.last.bit_length() if self.lead is not None else 0
+        return self.by_octave.setdefault(octave, {})
+
     def lead_is(self, lead: Lead) -> None:
-        """Plans serve these windows now. What was found for a much nearer or further lead no longer counts."""
-        if lead == self.lead:
-            return
-        if self.lead is not None and not 0.5 <= lead.last / self.lead.last <= 2.0:
-            self.evidence.clear()
-        self.lead = lead
-        self.interrupted()
+        """Plans serve these windows now."""
+        if lead != self.lead:
+            self.lead = lead
+            self.interrupted()
 
     def closed(self, tokens: Float32Array, at_s: float, num_windows: int) -> None:
         """A window closed; the forecasters have not seen it yet. at_s: wall clock. num_windows: that a plan is made from."""

@@ -307,7 +307,11 @@ class Forecasting:
             "lead": None if backtest.lead is None else [backtest.lead.first, backtest.lead.last],
             "window_s": self._window_s,
             "num_ranks": self._num_ranks,
-            "evidence": {name: list(astuple(found)) for name, found in backtest.evidence.items()},
+            "evidence": {
+                str(octave): {name: list(astuple(found)) for name, found in evidence.items()}
+                for octave, evidence in sorted(backtest.by_octave.items())
+                if evidence
+            },
             "day": self._day_to_json(backtest),
         }
 
@@ -337,9 +341,14 @@ class Forecasting:
         if not shapes or any(not shape.layer_ids or not 1 <= shape.num_logical <= EXPERTS_MAX for shape in shapes):
             raise ValueError(f"forecasts of no table, or of layers without experts or with more than {EXPERTS_MAX}")
         backtest = fresh._begin(shapes)
-        names = {forecaster.name for forecaster in backtest.forecasters}
-        evidence = {str(name): _evidence(values) for name, values in dict(tree["evidence"]).items()}
-        backtest.evidence = {name: found for name, found in evidence.items() if name in names}
+        for octave, evidence in dict(tree["evidence"]).items():
+            if not 1 <= int(octave) <= LEAD_MAX.bit_length():
+                raise ValueError(f"backtests of leads of {octave} bits")
+            backtest.by_octave[int(octave)] = {
+                forecaster.name: _evidence(evidence[forecaster.name])
+                for forecaster in backtest.forecasters
+                if forecaster.name in evidence
+            }
         if tree["lead"] is not None:
             first, last = map(_whole, tree["lead"])
             if not 1 <= first <= last <= LEAD_MAX:
@@ -348,7 +357,8 @@ class Forecasting:
         fresh._window_s = None if tree["window_s"] is None else _seconds(tree["window_s"])
         fresh._num_ranks = _whole(tree["num_ranks"])
         if tree["day"] is None or not _read_day(_day_of(backtest), tree["day"]):
-            backtest.evidence.pop(Kind.TIME_OF_DAY.value, None)
+            for evidence in backtest.by_octave.values():
+                evidence.pop(Kind.TIME_OF_DAY.value, None)
         return fresh
 
 

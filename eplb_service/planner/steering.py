@@ -170,6 +170,8 @@ class Steering:
         forecast = deployment.learning.forecasting.forecast()
         ahead = window if forecast is None else forecast.applied(window)
         verdict = nothing_to_gain(deployment.context.gate, imbalance_under(ahead, live.placement, group))
+        if verdict is not None and forecast is not None:
+            verdict = dataclasses.replace(verdict, reason=f"{verdict.reason}; {forecast.words}")
         return self._recorded(verdict) if verdict is not None else None
 
     async def dry_run(self, policy: str) -> tuple[Decision, VerdictRecord]:

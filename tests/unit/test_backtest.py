@@ -164,13 +164,16 @@ def test_long_leads_are_forecast_from_now_and_then_and_missing_windows_drop_what
     assert backtest.wants
 
 
-def test_what_was_found_for_another_lead_does_not_count() -> None:
-    backtest = Backtest(LAYOUT, (), evidence={"ewma-4": evidence_of(0.5, 1.0)})
+def test_what_was_found_for_leads_much_longer_or_shorter_does_not_count_and_is_kept() -> None:
+    backtest = Backtest(LAYOUT, ())
     backtest.lead_is(Lead(1, 8))
+    backtest.evidence["ewma-4"] = evidence_of(0.5, 1.0)
     backtest.lead_is(Lead(2, 12))
     assert backtest.evidence
     backtest.lead_is(Lead(2, 30))
     assert not backtest.evidence
+    backtest.lead_is(Lead(9, 15))  # by day again: nothing was forgotten
+    assert backtest.evidence == {"ewma-4": evidence_of(0.5, 1.0)}
 
 
 def at_any_time(true: Float64Array, number: int) -> Float64Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 
 from eplb_service.backtest import BACKTESTS_MIN, Evidence
 from eplb_service.config import load_config
-from eplb_service.dispatch import Dispatch
+from eplb_service.dispatch import Dispatch, imbalance_of
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
-from eplb_service.forecast import NAMES, Lead
+from eplb_service.forecast import NAMES, Lead, rescaled
 from eplb_service.gains import TableEvidence, table_gains
+from eplb_service.gate import GateConfig, decide
 from eplb_service.noise import error_dispersion
 from eplb_service.planner import forecasting as module
 from eplb_service.planner.forecasting import Forecasting, LoadForecast
@@ -27,7 +29,8 @@ from eplb_service.policy.base import PlanningProblem
 from eplb_service.telemetry import DeploymentGauges, Metrics
 from eplb_service.window.report import CombinedTable, CombinedWindow, TableShape
 from tests.unit.forecast_trials import BEGIN_S, SHAPE, Trial
-from tests.unit.gate_trials import LINEAR, TOPOLOGY, draw, plan, popularity
+from tests.unit.gate_trials import LINEAR, TOPOLOGY, Float64Array, asked, draw, plan, popularity
+from tests.unit.test_gate_properties import FREE
 from tests.unit.test_learning import window as window_sum
 
 ONE, OTHER = popularity(1), popularity(2)
@@ -231,6 +234,30 @@ def test_a_generation_made_for_later_windows_is_judged_over_all_of_them() -> Non
     assert [one.index for one in to_judge(windows, [12, 17, 22, 27], 2)] == [22, 27]
 
 
+def test_the_gate_moves_for_the_other_half_of_the_day_before_it_begins_and_only_with_a_forecast() -> None:
+    """The live placement fits the load of now; the plan for the forecast fits what comes, and clears what forecasts are off."""
+
+    def path(number: int) -> Float64Array:
+        return (ONE, OTHER)[number // 24 % 2]
+
+    trial = Trial(tokens=20_000, window_s=1800.0, serve_s=7200.0).drive(path, 48 * 13 + 24)
+    found = trial.forecasting.forecast()
+    assert found is not None
+    assert found.name == "time-of-day"
+    counted = np.stack(trial.windows[-4:])
+    live = plan(ONE[None] * 1e6, LINEAR).placement
+    assert not decide(GateConfig(), asked(counted, live, cost=FREE)).move
+    loads = rescaled(counted, found.popularity[0][1])
+    inputs = asked(loads, live, cost=FREE)
+    table = replace(inputs.tables[0], counted=counted, forecast_error=found.error)
+    verdict = decide(GateConfig(), replace(inputs, tables=(table,)))
+    assert verdict.move
+    assert verdict.chosen[0] is not None
+    later = path(len(trial.windows)) * 1e6
+    before, after = (imbalance_of(later, placement, TOPOLOGY).mean for placement in (live, verdict.chosen[0].placement))
+    assert after - 1 < 0.5 * (before - 1)
+
+
 # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,9 +324,11 @@ Damage = Callable[[dict[str, Any]], object]
         lambda tree: tree.update(num_ranks=float("inf")),
         lambda tree: tree.update(shapes=[["m", [0], 1 << 40]]),
         lambda tree: tree["day"].update(visits=[1 << 80] * 24),
-        lambda tree: tree["evidence"].update({"ewma-4": [1.0]}),
-        lambda tree: tree["evidence"].update({"ewma-4": [1, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0]}),
-        lambda tree: tree["evidence"].update({"ewma-4": [1, 1.0, 1.0, "x", 1.0, 1.0, 1.0]}),
+        lambda tree: tree["evidence"]["1"].update({"ewma-4": [1.0]}),
+        lambda tree: tree["evidence"]["1"].update({"ewma-4": [1, 1.0, 1.0, -1.0, 1.0, 1.0, 1.0]}),
+        lambda tree: tree["evidence"]["1"].update({"ewma-4": [1, 1.0, 1.0, "x", 1.0, 1.0, 1.0]}),
+        lambda tree: tree["evidence"].update({"64": {}}),
+        lambda tree: tree["evidence"].update({"1": 5}),
         lambda tree: tree.update(evidence=3),
         lambda tree: tree["day"].update(visits=[-1] * 24),
         lambda tree: tree["day"].update(profile={}),
