@@ -42,6 +42,7 @@ class DeploymentGauges:
     same_node_bytes_per_s: float | None = None
     cross_node_bytes_per_s: float | None = None
     commit_stall_s: float | None = None
+    last_question_age_s: float | None = None
     forecast_used: str = LAST
     forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
@@ -109,6 +110,14 @@ class Metrics:
         self._rolled_back = self._counter(
             "eplb_generations_rolled_back", "Generations rolled back by the planner because they made things worse.", by
         )
+        self._questions = self._counter(
+            "eplb_questions",
+            "Questions of engines that move their own weights, by answer: move, keep or refused.",
+            [*by, "answer"],
+        )
+        self._question_age = self._gauge(
+            "eplb_last_question_age_seconds", "Time since the engine of an advised deployment asked last.", by
+        )
         self._moved_experts = self._counter("eplb_moved_experts", "Residencies moved by generations that became active.", by)
         self._moved_bytes = self._counter("eplb_moved_bytes", "Bytes that arrived at ranks, by kind of link.", [*by, "link"])
         self._solve_s = Histogram(
@@ -149,6 +158,7 @@ class Metrics:
         self._set_or_drop(self._r_squared, (deployment,), gauges.step_time_r_squared)
         self._set_or_drop(self._horizon, (deployment,), gauges.horizon_steps)
         self._set_or_drop(self._stall, (deployment,), gauges.commit_stall_s)
+        self._set_or_drop(self._question_age, (deployment,), gauges.last_question_age_s)
         for link, rate in (("same_node", gauges.same_node_bytes_per_s), ("cross_node", gauges.cross_node_bytes_per_s)):
             self._set_or_drop(self._link_rate, (deployment, link), rate)
         for name in FORECASTS:
@@ -158,6 +168,10 @@ class Metrics:
     def verdict_given(self, deployment: str, code: str) -> None:
         """The gate answered."""
         self._verdicts.labels(deployment, code).inc()
+
+    def question_answered(self, deployment: str, answer: str) -> None:
+        """A question of an advised deployment's engine was answered: move, keep or refused."""
+        self._questions.labels(deployment, answer).inc()
 
     def report_answered(self, deployment: str, outcome: str) -> None:
         """A load report was taken or refused."""

@@ -75,12 +75,15 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
     """Label, text and style of each line about a deployment."""
     settings = view.settings
     yield "settings", f"mode {settings.mode}, policy {settings.policy}, epoch {view.epoch}", ""
+    if view.HasField("advised"):
+        yield "advised", *_advised_text(view.advised)
     if settings.paused:
         yield "PAUSED", f"{settings.pause_reason or 'no reason given'} (`eplb resume -d {view.deployment}` ends it)", "yellow"
     yield "live", f"generation {view.live_generation}{'' if view.live_generation else ', as the engine loaded it'}", ""
     yield "imbalance", _load_text(view), ""
     refused = ", ".join(f"{count} {code}" for code, count in sorted(view.windows_refused.items()))
-    yield "load reports", f"{view.windows_accepted:,} accepted{'; refused: ' + refused if refused else ''}", ""
+    if not view.HasField("advised"):
+        yield "load reports", f"{view.windows_accepted:,} accepted{'; refused: ' + refused if refused else ''}", ""
     if view.HasField("last_verdict"):
         verdict = view.last_verdict
         yield "last verdict", f"{verdict.reason} [{verdict.code}]", ""
@@ -93,6 +96,16 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
         yield "rollout", *_rollout_text(view.rollout)
     if view.rollout.last_error:
         yield "last error", view.rollout.last_error, "yellow"
+
+
+def _advised_text(advised: Any) -> tuple[str, str]:
+    """Who asks, and how often; a person looks twice at one who never did."""
+    if not advised.HasField("last_question_s_ago"):
+        return f"by questions of {advised.engine or 'an engine'}: none yet since this planner leads", "yellow"
+    every = f", every {seconds_text(advised.interval_s)}" if advised.HasField("interval_s") else ""
+    answers = ", ".join(f"{count} {kind}" for kind, count in sorted(advised.answers.items()))
+    text = f"by questions of {advised.engine}, last {seconds_text(advised.last_question_s_ago)} ago{every}; answers: {answers}"
+    return text, ""
 
 
 def _learned(learned: Any) -> Iterator[tuple[str, str, str]]:

@@ -19,6 +19,7 @@ from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
 from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink
+from eplb_service.planner.asked import Asked
 from eplb_service.planner.carrier import Carrier
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.documents import Settings, VerdictRecord
@@ -253,6 +254,15 @@ class Deployment:
         """What ranks route by as far as known; the last known map while they cannot be asked."""
         return self.known_live or self.ledger.live
 
+    def window(self) -> CombinedWindow | None:
+        """The load windows that a plan is made from; None while none is closed."""
+        return self.load.windows.combine(self.context.config.planning.windows)
+
+    @property
+    def asked(self) -> Asked | None:
+        """Who asks, where an engine that moves its own weights does (`advised`); None: ranks that link."""
+        return None
+
     @property
     def is_free(self) -> bool:
         """Whether the live map is known and nothing is being rolled out."""
@@ -322,7 +332,7 @@ class Deployment:
         Raises ConflictError when there is none to make.
         """
         group, live = self.group, self.known_live
-        window = self.load.windows.combine(self.context.config.planning.windows)
+        window = self.window()
         if group is None or live is None:
             state, reason = self.state()
             raise ConflictError(f"{self.name} cannot be planned, it is {state}" + (f": {reason}" if reason else ""))

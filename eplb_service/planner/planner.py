@@ -1,21 +1,30 @@
-"""All deployments of one planner process: found by name, made when their first rank registers or the store knows them."""
+"""All deployments of one planner process: found by name, made when their first rank registers, their engine asks, or the store
+knows them.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
 import structlog
 
 from eplb_service import __version__
+from eplb_service.advice import Advice, AdviceRequest
 from eplb_service.control import PROTOCOL_VERSION_MAX, PROTOCOL_VERSION_MIN, Registration
 from eplb_service.errors import ConflictError, EnvironmentFault, EplbError, NotFoundError, UnsupportedError
 from eplb_service.ids import DeploymentId
+from eplb_service.planner import documents
+from eplb_service.planner.advised import AdvisedDeployment
+from eplb_service.planner.answering import Answering
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.steering import Steering
 
 NAMES_SHOWN = 20
 STOP_S = 3.0
+
+AnySteering = TypeVar("AnySteering", bound=Steering)
 
 
 class Planner:
@@ -47,7 +56,7 @@ class Planner:
             if len(self._steerings) >= self.context.config.limits.deployments:
                 self._log.error("deployment.left_out", deployment=name, limit=self.context.config.limits.deployments)
                 continue
-            self._make(name)
+            await self._make(name)
         self._refuses = ""
 
     async def stop(self) -> None:
@@ -79,17 +88,35 @@ class Planner:
         if steering is not None:
             steering.deployment.register(registration)
             return version
-        if len(self._steerings) >= self.context.config.limits.deployments:
-            raise ConflictError(
-                f"deployment {name} is one too many: this planner takes {self.context.config.limits.deployments}"
-                " (limits.deployments)"
-            )
+        self._check_room(name)
         deployment = Deployment(name, self.context)
         deployment.register(registration)  # one that is refused leaves nothing behind
-        self._steerings[name] = Steering(deployment)
-        self._steerings[name].start()
-        self._log.info("deployment.appeared", deployment=name, mode=deployment.ledger.settings.mode)
+        self._appear(Steering(deployment))
         return version
+
+    async def ask(self, request: AdviceRequest) -> Advice:
+        """An engine that moves its own weights asks what to do.
+
+        Raises InvalidInputError, ConflictError (too many deployments, ranks that link have this name, a rival asks),
+        EnvironmentFault (starting or stopping, or another planner leads: keep the map).
+        """
+        if self._refuses:
+            raise EnvironmentFault(self._refuses)
+        name = request.deployment
+        steering = self._steerings.get(name)
+        if steering is None:
+            if len(request.rank_ids) > self.context.config.limits.ranks:
+                raise ConflictError(
+                    f"deployment {name} names {len(request.rank_ids)} ranks; this planner takes at most"
+                    f" {self.context.config.limits.ranks} (limits.ranks)"
+                )
+            self._check_room(name)
+            steering = self._appear(Answering(AdvisedDeployment(name, self.context)))
+        if not isinstance(steering, Answering):
+            raise ConflictError(
+                f"deployment {name} is one of ranks that link: give the engine that moves its own weights another name"
+            )
+        return await steering.ask(request)
 
     def steering(self, name: str) -> Steering:
         """Who steers a deployment. Raises NotFoundError naming those known."""
@@ -109,9 +136,26 @@ class Planner:
         """A deployment by name. Raises NotFoundError naming those known."""
         return self.steering(name).deployment
 
-    def _make(self, name: DeploymentId) -> None:
+    async def _make(self, name: DeploymentId) -> None:
+        """Take up a deployment of the store."""
+        advised = documents.ADVISED in await self.context.store.read(name, (documents.ADVISED,))
         try:
-            self._steerings[name] = Steering(Deployment(name, self.context))
+            self._steerings[name] = (
+                Answering(AdvisedDeployment(name, self.context)) if advised else Steering(Deployment(name, self.context))
+            )
             self._steerings[name].start()
         except EplbError as error:
             self._log.error("deployment.not_started", deployment=name, reason=str(error))
+
+    def _appear(self, steering: AnySteering) -> AnySteering:
+        """Take up a deployment that was just heard of."""
+        deployment = steering.deployment
+        self._steerings[deployment.name] = steering
+        steering.start()
+        self._log.info("deployment.appeared", deployment=deployment.name, mode=deployment.ledger.settings.mode)
+        return steering
+
+    def _check_room(self, name: DeploymentId) -> None:
+        limit = self.context.config.limits.deployments
+        if len(self._steerings) >= limit:
+            raise ConflictError(f"deployment {name} is one too many: this planner takes {limit} (limits.deployments)")

@@ -127,7 +127,7 @@ class Steering:
             move=True, code="worse_than_before", reason=reason, decided_at_s=deployment.context.clock.wall()
         )
         deployment.record_verdict(verdict)
-        window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+        window = deployment.window()
         content = Content(
             target=fault.previous,
             before=imbalance_under(window, live, group) if window is not None else UNKNOWN,
@@ -164,7 +164,7 @@ class Steering:
         """The answer where the load needs no plan, since the solver is dear."""
         deployment = self.deployment
         group, live = deployment.group, deployment.live
-        window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+        window = deployment.window()
         if group is None or live is None or window is None:
             return None
         forecast = deployment.learning.forecasting.forecast()
@@ -322,7 +322,7 @@ class Steering:
                 decided_at_s=deployment.context.clock.wall(),
             )
             deployment.record_verdict(verdict)
-            window = deployment.load.windows.combine(deployment.context.config.planning.windows)
+            window = deployment.window()
             content = Content(
                 target=target,
                 before=imbalance_under(window, live.placement, group) if window is not None else UNKNOWN,

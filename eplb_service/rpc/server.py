@@ -1,4 +1,4 @@
-"""The planner's gRPC server: three services, health and reflection, on one port."""
+"""The planner's gRPC server: four services, health and reflection, on one port."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from eplb_service.errors import EnvironmentFault
 from eplb_service.pb.v1 import (
     admin_pb2,
     admin_pb2_grpc,
+    adviser_pb2,
+    adviser_pb2_grpc,
     agent_pb2,
     agent_pb2_grpc,
     placement_pb2,
@@ -21,6 +23,7 @@ from eplb_service.pb.v1 import (
 )
 from eplb_service.planner.planner import Planner
 from eplb_service.rpc.admin_service import AdminService
+from eplb_service.rpc.adviser_service import AdviserService
 from eplb_service.rpc.agent_service import AgentService
 from eplb_service.rpc.channel import SERVER_OPTIONS
 from eplb_service.rpc.placement_service import PlacementService
@@ -33,6 +36,7 @@ SERVICE_NAMES = (
     agent_pb2.DESCRIPTOR.services_by_name["AgentService"].full_name,
     placement_pb2.DESCRIPTOR.services_by_name["PlacementService"].full_name,
     admin_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name,
+    adviser_pb2.DESCRIPTOR.services_by_name["AdviserService"].full_name,
 )
 
 
@@ -58,6 +62,7 @@ class RpcServer:
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self._agents, self._server)
         placement_pb2_grpc.add_PlacementServiceServicer_to_server(PlacementService(planner), self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(planner), self._server)
+        adviser_pb2_grpc.add_AdviserServiceServicer_to_server(AdviserService(planner), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICE_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)

@@ -10,6 +10,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.pb.v1 import admin_pb2, common_pb2, placement_pb2
 from eplb_service.placement import Placement
+from eplb_service.planner.asked import Asked
 from eplb_service.planner.carrier import RankFacts
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import Settings, VerdictRecord
@@ -229,6 +230,8 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         learned=learned_view(deployment),
         ranks=[_rank_view(deployment, deployment.carrier.ranks[rank]) for rank in sorted(deployment.carrier.ranks)],
     )
+    if deployment.asked is not None:
+        view.advised.CopyFrom(_advised_view(deployment.asked, deployment.context.clock.monotonic()))
     if group is not None:
         view.phase = phase_to_pb(group.registrations[0].phase)
     if last is not None:
@@ -238,6 +241,18 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         view.window_tokens = last.window.tokens
         view.rank_loads.CopyFrom(array_to_pb(last.rank_loads.astype(np.float32), "rank_loads"))
     return view
+
+
+def _advised_view(asked: Asked, now_s: float) -> admin_pb2.AdvisedView:
+    """Who asks, how often, and what was answered."""
+    return admin_pb2.AdvisedView(
+        engine=asked.engine,
+        last_question_s_ago=now_s - asked.times[-1] if asked.times else None,
+        interval_s=asked.interval_s,
+        answers=dict(sorted(asked.answers.items())),
+        told_generation=asked.told,
+        last_reason=asked.last_reason,
+    )
 
 
 def learned_view(deployment: Deployment) -> admin_pb2.LearnedView:
