@@ -128,7 +128,7 @@ class Forecaster(Protocol):
     words: str
 
     def see(self, tokens: Float32Array, at_s: float) -> None:
-        """A window closed: its tokens, flat, and when, on the wall clock."""
+        """A window closed: its tokens, flat, and when its middle was, on the wall clock."""
         ...
 
     def forecast(self, lead: Lead, present: Present) -> Float32Array | None:
@@ -247,7 +247,7 @@ class TimeOfDay:
         return np.where(usable, shifted, last)
 
     def _mean_of(self, present: Present, windows: Float64Array) -> Float32Array | None:
-        """Mean of the profile over some windows, counted from now. At the end of a window its tokens are half a window old."""
+        """Mean of the profile over the middles of some windows, counted from now."""
         at_s = present.at_s + (windows - 0.5) * present.window_s
         bins = [self._number(float(time_s)) % self.bins for time_s in at_s]
         if not all(self.visits[bin_index] for bin_index in bins):

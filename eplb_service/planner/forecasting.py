@@ -142,7 +142,7 @@ class Forecasting:
         tokens = backtest.layout.flatten([loads for _, loads in tables])
         backtest.closed(tokens, at_s, len(self._recent) or 1)
         for forecaster in backtest.forecasters:
-            forecaster.see(tokens, at_s)
+            forecaster.see(tokens, at_s - (self._window_s or 0.0) / 2)
         self._recent.append(tokens)
         if backtest.wants and len(self._recent) == self._recent.maxlen:
             backtest.made(self._forecasts(backtest))

@@ -287,7 +287,7 @@ def test_a_load_with_two_halves_of_the_day_is_planned_for_before_it_turns() -> N
     forecast = imbalance_later(trial.forecast(), path, now, now + 4)
     last = imbalance_later(trial.last(), path, now, now + 4)
     assert last > 1.3
-    assert forecast - 1 < 0.5 * (last - 1)
+    assert forecast - 1 < 0.1 * (last - 1)
     assert "planned for a forecast by the time of day" in trial.forecasting.sentence()
     trial.drive(path, 48 * 3)
     assert trial.used[-1] != "time-of-day"

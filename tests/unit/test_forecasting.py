@@ -6,6 +6,7 @@ import base64
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,17 +21,22 @@ from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.forecast import NAMES, Lead, rescaled
 from eplb_service.gains import TableEvidence, table_gains
 from eplb_service.gate import GateConfig, decide
+from eplb_service.ids import DeploymentId, GenerationNumber
 from eplb_service.noise import error_dispersion
 from eplb_service.planner import forecasting as module
+from eplb_service.planner.documents import Settings
 from eplb_service.planner.forecasting import Forecasting, LoadForecast
 from eplb_service.planner.learning import Learning
-from eplb_service.planner.validating import to_judge
+from eplb_service.planner.ledger import Ledger
+from eplb_service.planner.validating import Validating, to_judge
 from eplb_service.policy.base import PlanningProblem
+from eplb_service.store.memory import MemoryStore
 from eplb_service.telemetry import DeploymentGauges, Metrics
 from eplb_service.window.report import CombinedTable, CombinedWindow, TableShape
 from tests.unit.forecast_trials import BEGIN_S, SHAPE, Trial
 from tests.unit.gate_trials import LINEAR, TOPOLOGY, Float64Array, asked, draw, plan, popularity
 from tests.unit.test_gate_properties import FREE
+from tests.unit.test_generation import generation
 from tests.unit.test_learning import window as window_sum
 
 ONE, OTHER = popularity(1), popularity(2)
@@ -232,6 +238,22 @@ def test_a_generation_made_for_later_windows_is_judged_over_all_of_them() -> Non
     assert [one.index for one in to_judge(windows, [0] * 4, 3)] == [10]
     assert [one.index for one in to_judge(windows, [12, 17, 17, 40], 0)] == [12, 17, 18]
     assert [one.index for one in to_judge(windows, [12, 17, 22, 27], 2)] == [22, 27]
+    learning = Learning(windows_kept=8)
+    validating = Validating(SimpleNamespace(name="chat", learning=learning))  # type: ignore[arg-type]
+    assert validating._due(GenerationNumber(7), 4) == [0, 0, 0, 0]
+    learning.serves = (GenerationNumber(7), 12, 27)
+    assert validating._due(GenerationNumber(7), 4) == [12, 17, 22, 27]
+    assert validating._due(GenerationNumber(8), 4) == [0, 0, 0, 0]  # made from windows as they were
+    learning.group_changed()  # windows are counted anew
+    assert validating._due(GenerationNumber(7), 4) == [0, 0, 0, 0]
+
+
+def test_the_time_to_a_commit_is_what_the_last_rollouts_took() -> None:
+    ledger = Ledger(DeploymentId("chat"), MemoryStore(lambda: 0.0), Settings(mode="auto", policy="greedy"))
+    assert ledger.commit_s == 0.0
+    for number, took_s in enumerate([100.0, 3.0, 0.0, 5.0, *[4.0] * 6], start=1):
+        ledger.generations[GenerationNumber(number)] = replace(generation(number), rollout_s=took_s)
+    assert ledger.commit_s == pytest.approx((5.0 + 6 * 4.0) / 7)  # of the last eight, those that were rolled out
 
 
 def test_the_gate_moves_for_the_other_half_of_the_day_before_it_begins_and_only_with_a_forecast() -> None:
