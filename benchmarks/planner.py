@@ -1,7 +1,7 @@
 """The planning engine's figures: what it reaches, beside engines' own planners on the same input.
 
-    python -m benchmarks.planner [--row NAME] [--table figures|seeds|sizes|planners] [--peer-vllm DIR] [--peer-sglang DIR]
-                                 [--jobs 2] [--write docs/benchmarks.md]
+    python -m benchmarks.planner [--row NAME] [--table figures|seeds|sizes|planners|together] [--peer-vllm DIR]
+                                 [--peer-sglang DIR] [--jobs 2] [--write docs/benchmarks.md]
 
 A peer is the folder of an unzipped wheel (`pip download --no-deps sglang==0.5.23`, then unzip), kept outside this repository;
 EPLB_PEER_VLLM and EPLB_PEER_SGLANG name them too. Time is processor time of this process, in seconds of one core, after a
@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks import rows_balance, rows_gate, rows_moves, traces
+from benchmarks import rows_balance, rows_gate, rows_moves, rows_together, traces
 from benchmarks.measuring import Measured, NotBuiltError, Peers, Row, proposal_of, score, scored_peer
 from benchmarks.peers import Planner, peer_sglang, peer_vllm
 from benchmarks.report import machine, markdown_table, written_between_marks
@@ -120,6 +120,16 @@ def planners(peers: Peers) -> Table:
     return PLANNERS, rows
 
 
+def together() -> Table:
+    """Nodes that a token visits, on recorded routing."""
+    told("experts chosen together, on recorded routing")
+    columns = rows_together.COLUMNS
+    try:
+        return columns, rows_together.together_rows()
+    except NotBuiltError as error:
+        return columns, [(f"not measured: {error}", *[""] * (len(columns) - 1))]
+
+
 def told(what: str) -> None:
     """Progress, for whoever waits."""
     print(f"… {what}", file=sys.stderr, flush=True)
@@ -128,7 +138,7 @@ def told(what: str) -> None:
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    tables = ("figures", "seeds", "sizes", "planners")
+    tables = ("figures", "seeds", "sizes", "planners", "together")
     parser.add_argument("--table", action="append", choices=tables, help="only this table (repeat for more; default all)")
     parser.add_argument("--row", action="append", default=[], choices=[row.name for row in ROWS], help="only this row")
     for engine in ("sglang", "vllm"):
@@ -163,6 +173,7 @@ def table_of(name: str, options: argparse.Namespace) -> tuple[Table, float]:
         "seeds": lambda: seeds(options.row),
         "sizes": sizes,
         "planners": lambda: planners(peers),
+        "together": together,
     }
     return makers[name](), time.process_time() - started
 

@@ -70,7 +70,8 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     "--together",
     type=FILE,
     metavar="FILE",
-    help="Tokens that chose two experts: .npy, .npz; [layers, experts, experts], or choices [tokens, layers, k].",
+    help="Experts chosen together: tokens' choices (.npy, .npz of [tokens, layers, k], or SGLang's per_token dumps) or tokens"
+    " of each pair [layers, experts, experts].",
 )
 @click.option(
     "--current",

@@ -111,7 +111,13 @@ def together_of(recording: LoadRecording, options: Mapping[str, Any]) -> Togethe
     if options["nodes"] == 1:
         raise click.UsageError("--together is about experts on one node; say how many there are: --nodes N, 2 or more")
     loads = recording.loads.sum(axis=0)
-    return read_together(given, loads, num_rows=len(recording.row_ids), positions=recording.row_positions)
+    return read_together(
+        given,
+        loads,
+        num_rows=len(recording.row_ids),
+        positions=recording.row_positions,
+        layer_ids=recording.layer_ids if recording.has_layer_ids else None,
+    )
 
 
 def topology_of(options: Mapping[str, Any]) -> Topology:

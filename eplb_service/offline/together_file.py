@@ -1,9 +1,9 @@
 """Reads which experts tokens choose together: a matrix of pairs for each layer, or the choices of tokens, which are counted.
 
-Pairs: floating-point or integer numbers of shape [layers, experts, experts]. Its diagonal, where it has one, is each expert's
+Pairs: numbers of shape [layers, experts, experts]. Its diagonal, where it has one, is each expert's
 own tokens: they say how many tokens were seen. Choices: integers of shape [tokens, layers, k], -1 = none, as engines record
-them for each token. They are read in pieces, twice where the placement is measured by them, so that memory stays bounded
-whatever the file's size.
+them for each token; they are read in pieces, more than once, so that memory stays bounded whatever the size of the file.
+Anything that is no `.npy` or `.npz` file is taken for SGLang's dumps of mode `per_token`, which are read whole.
 
 Pairs may come from another sample than the loads. They are scaled to each layer's tokens, and where that still gives a pair
 more tokens than one of its experts has, it gets as many as that expert. Without a diagonal they are taken as counted on the
@@ -24,6 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
+from eplb_service.formats.files import ids_text
+from eplb_service.formats.loads import read_token_choices
 from eplb_service.node_visits import PAIR_TOLERANCE, checked_pairs, distinct_nodes
 from eplb_service.offline.load_file import Float64Array
 
@@ -41,7 +43,7 @@ CHOICES_MAX = 64
 class TokenChoices:
     """A file of tokens' choices, read anew in pieces each time. num_tokens, num_rows, k: its shape.
 
-    positions: where the L layers stand among its rows.
+    positions: where the L layers stand among its rows. held: its content, shape (tokens, rows, k), where it was read whole.
     """
 
     path: Path
@@ -50,9 +52,15 @@ class TokenChoices:
     num_rows: int
     k: int
     positions: tuple[int, ...]
+    held: npt.NDArray[np.int32] | None = None
 
     def pieces(self) -> Iterator[npt.NDArray[np.int64]]:
         """Shape (tokens, L, k), int64, -1 = none. Raises InvalidInputError for an expert that is not there."""
+        if self.held is not None:
+            size = max(1, PIECE_BYTES // (self.num_rows * self.k * self.held.itemsize))
+            for begin in range(0, self.num_tokens, size):
+                yield np.take(self.held[begin : begin + size], self.positions, axis=1).astype(np.int64)
+            return
         first = 0
         with _opened(self.path) as (file, header):
             row = self.num_rows * self.k * header.dtype.itemsize
@@ -109,16 +117,23 @@ class _Header:
 
 
 def read_together(
-    path: Path, loads: Float64Array, *, num_rows: int | None = None, positions: tuple[int, ...] | None = None
+    path: Path,
+    loads: Float64Array,
+    *,
+    num_rows: int | None = None,
+    positions: tuple[int, ...] | None = None,
+    layer_ids: tuple[int, ...] | None = None,
 ) -> Together:
     """Pairs of a file, scaled to the loads. Loads: shape (L, E), tokens. Raises InvalidInputError with one sentence.
 
     num_rows, positions: a file may have this many layers instead, dense ones too, of which those at positions are the L.
+    layer_ids: absolute ids of the L layers, where they are known; an engine's recording is read by them.
     """
-    if path.is_dir() or not path.exists():
-        raise InvalidInputError(
-            f"{path} is a folder; give a .npy or .npz file" if path.is_dir() else f"there is no file {path}"
-        )
+    if path.suffix.lower() not in (".npy", ".npz"):
+        recorded = _recorded(path, loads, layer_ids)
+        return Together(pairs=scaled_pairs(recorded.counted(), loads, str(path)), choices=recorded)
+    if not path.is_file():
+        raise InvalidInputError(f"there is no file {path}")
     num_layers, num_logical = loads.shape
     places = {num_layers: tuple(range(num_layers))}
     if num_rows is not None and positions is not None:
@@ -147,6 +162,31 @@ def read_together(
         positions=places[shape[1]],
     )
     return Together(pairs=scaled_pairs(choices.counted(), loads, str(path)), choices=choices)
+
+
+def _recorded(path: Path, loads: Float64Array, layer_ids: tuple[int, ...] | None) -> TokenChoices:
+    """An engine's recording of tokens. Raises InvalidInputError when it has other layers or experts than the load."""
+    found = read_token_choices(path)
+    num_tokens, num_rows, k = found.experts.shape
+    if layer_ids is not None and set(layer_ids) <= set(found.layer_ids):
+        positions = tuple(found.layer_ids.index(layer) for layer in layer_ids)
+    elif layer_ids is None and num_rows == loads.shape[0]:
+        positions = tuple(range(num_rows))
+    else:
+        wanted = f"{loads.shape[0]} layers" if layer_ids is None else f"layers {ids_text(layer_ids)}"
+        raise InvalidInputError(f"{path} has tokens' choices of layers {ids_text(found.layer_ids)}; the load has {wanted}")
+    highest = int(found.experts.max())
+    if highest >= loads.shape[1]:
+        raise InvalidInputError(f"{path}: a token chose expert {highest}; the load has experts 0 to {loads.shape[1] - 1}")
+    return TokenChoices(
+        path=path,
+        num_logical=loads.shape[1],
+        num_tokens=num_tokens,
+        num_rows=num_rows,
+        k=k,
+        positions=positions,
+        held=found.experts,
+    )
 
 
 def scaled_pairs(given: Float64Array, loads: Float64Array, what: str) -> Float64Array:

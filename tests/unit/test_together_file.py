@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.offline import together_file
@@ -107,19 +108,46 @@ def test_files_that_say_something_else_are_refused(
         read_together(path, np.full((3, 6), 100.0))
 
 
+def per_token_dump(path: Path, choices: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Path:
+    """SGLang's recording of tokens in a model whose first layer is dense: [layers, tokens, 8], -1 = none."""
+    chosen = torch.full((4, len(choices), 8), -1, dtype=torch.int32)
+    chosen[1:, :, :2] = torch.tensor(choices.transpose(1, 0, 2))
+    counts = torch.zeros((4, 6), dtype=torch.int32)
+    counts[1:] = torch.tensor(loads_of(choices))
+    records = [{"forward_pass_id": 1, "rank": 0, "global_physical_count": counts, "topk_ids_of_layer": chosen}]
+    mapping = torch.arange(6).repeat(4, 1)
+    torch.save({"records": records, "last_physical_to_logical_map": mapping}, path)
+    return path
+
+
+def test_tokens_that_sglang_recorded_are_read_by_their_layers(tmp_path: Path) -> None:
+    path = per_token_dump(tmp_path / "0.pt", CHOICES)
+    np.save(tmp_path / "choices.npy", CHOICES)
+    wanted = read_together(tmp_path / "choices.npy", loads_of(CHOICES)).pairs
+    read = read_together(path, loads_of(CHOICES), layer_ids=(1, 2, 3))
+    np.testing.assert_allclose(read.pairs, wanted)
+    np.testing.assert_allclose(read_together(path, loads_of(CHOICES)[1:], layer_ids=(2, 3)).pairs, wanted[1:])
+    np.testing.assert_allclose(read_together(path, loads_of(CHOICES)).pairs, wanted)
+    with pytest.raises(InvalidInputError, match="choices of layers 1-3; the load has layers 0-2"):
+        read_together(path, loads_of(CHOICES), layer_ids=(0, 1, 2))
+    with pytest.raises(InvalidInputError, match="a token chose expert 5; the load has experts 0 to 4"):
+        read_together(path, loads_of(CHOICES)[:, :5])
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     loads = np.full((3, 6), 100.0)
     for name, content, said in (
         ("empty.npy", b"", "is empty"),
         ("text.npy", b"hello there", "as a numpy file"),
-        ("none", None, "there is no file"),
+        ("none.npy", None, "there is no file"),
     ):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         with pytest.raises(InvalidInputError, match=said):
             read_together(tmp_path / name, loads)
-    with pytest.raises(InvalidInputError, match="is a folder"):
-        read_together(tmp_path, loads)
+    (tmp_path / "notes.txt").write_text("hello there")
+    with pytest.raises(InvalidInputError, match="holds no token choices"):
+        read_together(tmp_path / "notes.txt", loads)
     np.save(tmp_path / "cut.npy", CHOICES)
     whole = (tmp_path / "cut.npy").read_bytes()
     (tmp_path / "cut.npy").write_bytes(whole[:-10])
