@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +18,15 @@ import pytest
 import torch
 
 from agent.engine.huggingface.found import find_experts
+from agent.engine.reference.launch import free_port
 from agent.engine.reference.messages import LayerInspection
 from agent.engine.reference.model import checkpoint_digests
 from eplb_service.errors import ConflictError
+from eplb_service.ids import RankId
 from eplb_service.placement import Placement, Table
 from eplb_service.rollout.events import Outcome
 from tests.integration.rollout_driver import RolloutDriver
+from tests.integration.small_service import Service
 from tests.integration.transformers_fleet import (
     MOE_LAYERS,
     NUM_EXPERTS,
@@ -50,6 +56,7 @@ pytestmark = [
 NEW_TOKENS = 12
 LONG = 3000
 """More new tokens than a rollout can take: the driver ends these requests."""
+PLANNER_WAIT_S = 60.0
 
 
 def prompts(seed: int, *lengths: int) -> Prompts:
@@ -86,6 +93,15 @@ def group(ranks: Ranks) -> Iterator[Group]:
     group.close()
 
 
+@pytest.fixture
+def service() -> Iterator[Service]:
+    with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
+        service = Service(Path(folder))
+        yield service
+        for part in service.parts:
+            part.stop()
+
+
 def generated_alone(model: Any, everywhere: Sequence[Prompts], num_tokens: int) -> list[Alone]:
     return [generate_alone(model, own, num_tokens) for own in everywhere]
 
@@ -115,7 +131,7 @@ def wrong_slots(model: Any, inspections: Sequence[Sequence[LayerInspection]], pl
         wrong += [
             f"layer {layer}: slot {slot} does not hold expert {expert}"
             for slot, (digest, expert) in enumerate(zip(held, row.tolist(), strict=True))
-            if digest != checkpoint[expert]
+            if expert >= 0 and digest != checkpoint[expert]
         ]
         if len({inspection.flip_boundary for inspection in own}) != 1:
             wrong.append(f"layer {layer}: flipped at boundaries {[inspection.flip_boundary for inspection in own]}")
@@ -218,6 +234,37 @@ def check_replicas_serve(inspections: Sequence[Sequence[LayerInspection]], bound
         for expert in np.flatnonzero(np.bincount(row) > 1):
             # Each of the ranks takes replicas in turn, and may be one ahead with any.
             assert np.ptp(served[row == expert]) <= NUM_RANKS
+
+
+def test_a_planner_plans_from_what_hooks_report_and_moves_experts_under_requests(
+    service: Service, ranks: Ranks, model: Any
+) -> None:
+    for part in service.parts:
+        part.wait_ready()
+    ranks.ask("start", GroupPlan(hook_port=free_port(), socket=service.socket))
+    loaded = [layer.row for layer in ranks.ask("inspect")[0]]
+    step_until(service.is_ready, ranks, service)
+    ranks.ask_each("begin", [(own, LONG) for own in EVERYWHERE])
+    step_until(service.has_ordered_a_rebalance, ranks, service)
+    step_until(service.is_active, ranks, service)
+    ranks.ask("step", 4)
+    inspections = ranks.ask("inspect")
+    rows = np.array([layer.row for layer in inspections[0]])
+    assert rows.tolist() != [list(row) for row in loaded], "nothing moved"
+    table = Table("target", MOE_LAYERS, NUM_EXPERTS, (RankId(10), RankId(20)), rows)
+    assert wrong_slots(model, inspections, Placement((table,))) == []
+    results = ranks.ask("result")
+    assert wrong_outputs(results, generated_alone(model, EVERYWHERE, len(results[0].generations))) == []
+    assert len(set(results[0].generations)) > 1, "the requests lived through no flip"
+    ranks.ask("close")
+
+
+def step_until(done: Callable[[], bool], ranks: Ranks, service: Service) -> None:
+    """Step until something holds."""
+    deadline = time.monotonic() + PLANNER_WAIT_S
+    while not done():
+        assert time.monotonic() < deadline, f"waited {PLANNER_WAIT_S:g} s for {done.__name__}\n{service.last_words()}"
+        ranks.ask("step", 4)
 
 
 @pytest.mark.parametrize("fault", ["weightless", "one_rank_late"])
