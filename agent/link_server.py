@@ -1,4 +1,4 @@
-"""The agent process's end of the hooks' Unix socket: frames in, frames out, each link by itself.
+"""The agent process's end of the hooks' Unix socket: frames in, frames out, each link by itself. Engines ask over it too.
 
 Whatever a hook sends, well formed or not, at most its own link closes. Each link has a bounded send queue; a hook that does
 not read what it is sent loses its link (it links again and is asked anew) rather than holding memory or other ranks.
@@ -18,6 +18,7 @@ from pathlib import Path
 from agent.frames import HEAD, Decoder, RegistrationAnswer, Welcome, encode, frame_lengths
 from agent.session_events import HookMessage, LinkId
 from agent.socket_path import SocketClaim, claim_socket
+from eplb_service.advice import Advice, AdviceRequest
 from eplb_service.control import (
     Armed,
     Committed,
@@ -33,8 +34,11 @@ from eplb_service.control import (
 from eplb_service.errors import InvalidInputError
 from eplb_service.window.report import LoadReport
 
-FROM_HOOK: tuple[type, ...] = (Registration, LoadReport, Live, Staged, Refused, Armed, Committed, Flipped, Disarmed, Pulse)
-"""What hooks may say."""
+FROM_HOOK: tuple[type, ...] = (
+    *(Registration, LoadReport, Live, Staged, Refused, Armed, Committed, Flipped, Disarmed, Pulse),
+    AdviceRequest,
+)
+"""What hooks may say, and engines that move their own weights."""
 
 LINKS_MAX = 256
 QUEUE_FRAMES_MAX = 256
@@ -44,7 +48,7 @@ PAYLOAD_BYTES_MAX = 64 << 20
 FRAME_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 2.0
 
-ToHookMessage = ToRank | RegistrationAnswer | Welcome
+ToHookMessage = ToRank | RegistrationAnswer | Welcome | Advice
 
 
 @dataclass(slots=True, eq=False)
@@ -71,7 +75,7 @@ class LinkServer:
         path: Path,
         *,
         release: str,
-        on_message: Callable[[LinkId, HookMessage], None],
+        on_message: Callable[[LinkId, HookMessage | AdviceRequest], None],
         on_gone: Callable[[LinkId, str], None],
         on_sent: Callable[[ToHookMessage], None] = lambda _message: None,
     ) -> None:

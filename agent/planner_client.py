@@ -1,4 +1,4 @@
-"""The agent process's gRPC client: registrations, one control stream, one report stream; every failure one sentence.
+"""The agent process's gRPC client: registrations, questions, one control stream, one report stream; every failure one sentence.
 
 Waits are bounded: calls by a deadline, writes by a deadline, and reads, which last as long as the planner has nothing to
 say, by the channel's keepalive (a host that is gone or a stopped process ends the stream within 15 s).
@@ -12,13 +12,15 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
+from eplb_service.advice import Advice, AdviceRequest
 from eplb_service.attach import FromAgent
 from eplb_service.control import Registration, ToRank
 from eplb_service.errors import DeadlineError, EnvironmentFault, EplbError, InvalidInputError
 from eplb_service.ids import DeploymentId
-from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc
+from eplb_service.pb.v1 import adviser_pb2, adviser_pb2_grpc, agent_pb2, agent_pb2_grpc
 from eplb_service.rpc.channel import TlsFiles, open_channel, parse_target
 from eplb_service.rpc.convert import from_agent_to_pb, registration_to_pb, report_to_pb, to_rank_from_pb
+from eplb_service.rpc.convert_advice import advice_from_pb, advice_request_to_pb
 from eplb_service.rpc.status import error_of
 from eplb_service.window.report import LoadReport
 
@@ -129,6 +131,7 @@ class PlannerClient:
         self._tls = tls
         self._channel = open_channel(address, tls)
         self._stub: Any = agent_pb2_grpc.AgentServiceStub(self._channel)
+        self._adviser: Any = adviser_pb2_grpc.AdviserServiceStub(self._channel)
 
     async def register(self, registration: Registration) -> agent_pb2.RegisterResponse:
         """Announce a rank. Raises the planner's refusal, or EnvironmentFault and DeadlineError when it is not there."""
@@ -138,6 +141,19 @@ class PlannerClient:
         except grpc.RpcError as failure:
             raise error_of(failure, self.address) from None
         return reply
+
+    async def advise(self, question: AdviceRequest, timeout_s: float) -> Advice:
+        """Ask what an engine that moves its own weights should do.
+
+        Raises the planner's refusal, EnvironmentFault and DeadlineError when it is not there, InvalidInputError for a question
+        that does not fit the wire, or an answer that is none.
+        """
+        request = advice_request_to_pb(question)
+        try:
+            reply: adviser_pb2.AdviseReply = await self._adviser.Advise(request, timeout=timeout_s)
+        except grpc.RpcError as failure:
+            raise error_of(failure, self.address) from None
+        return advice_from_pb(reply, question)
 
     def control(self) -> ControlStream:
         """Open a control stream; that it failed shows at the first read or write."""

@@ -3,6 +3,7 @@
     hook ──frames──► LinkServer ──HookSaid──► Session ──ToPlanner──► control stream ──► planner
     hook ◄─frames─── LinkServer ◄──ToHook──── Session ◄─PlannerSaid── control stream ◄── planner
                                                  └─QueueReport─► Reporter ─► report stream ─► planner
+    engine ◄─frames─► LinkServer ◄─► AdviceDesk ◄─► planner    (engines that move their own weights: no session)
 
 One event loop; the session is called for one event at a time and its effects run before the next. It stays up while the
 planner is away. A broken invariant ends it with the reason: a supervisor starts it anew, the hooks link again and hold all
@@ -23,9 +24,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from agent.advice_desk import AdviceDesk
 from agent.control_link import ControlLink
-from agent.frames import RegistrationAnswer, Welcome
-from agent.link_server import LinkServer
+from agent.link_server import LinkServer, ToHookMessage
 from agent.planner_client import PlannerClient
 from agent.report_link import ReportLink
 from agent.reporter import Reporter
@@ -37,7 +38,9 @@ from agent.session_events import (
     Event,
     ForgetReports,
     HookGone,
+    HookMessage,
     HookSaid,
+    LinkId,
     Log,
     Notice,
     OpenStream,
@@ -53,6 +56,7 @@ from agent.session_events import (
     ToPlanner,
 )
 from eplb_service import __version__
+from eplb_service.advice import AdviceRequest
 from eplb_service.attach import FromAgent
 from eplb_service.control import Arm, Flipped, Pulse, Stage, Staged, ToRank
 from eplb_service.errors import BrokenInvariantError, EnvironmentFault, EplbError, InvalidInputError
@@ -95,10 +99,11 @@ class AgentProcess:
         self._server = LinkServer(
             config.socket,
             release=__version__,
-            on_message=lambda link, message: self._on_hook_message(HookSaid(link, message)),
-            on_gone=lambda link, reason: self.dispatch(HookGone(link, reason)),
+            on_message=self._on_hook_message,
+            on_gone=self._on_link_gone,
             on_sent=self._on_sent_to_hook,
         )
+        self._desk = AdviceDesk(self._client.advise, self._server.send, self._log)
         self._reports = ReportLink(self._client, self._reporter, self._session)
         self._streams: dict[StreamId, ControlLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -137,7 +142,7 @@ class AgentProcess:
             self._config.ready_file.unlink(missing_ok=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_TIMEOUT_S):
-                await asyncio.gather(*(link.finish() for link in self._streams.values()))
+                await asyncio.gather(self._desk.close(), *(link.finish() for link in self._streams.values()))
                 await self._server.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -260,14 +265,21 @@ class AgentProcess:
             self._fault = self._fault or task.exception()
             self._stop.set()
 
-    # ── failpoints ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the hooks' socket, and failpoints ────────────────────────────────────────────────────────────────────────────────
 
-    def _on_hook_message(self, event: HookSaid) -> None:
-        if isinstance(event.message, Flipped):
+    def _on_hook_message(self, link: LinkId, message: HookMessage | AdviceRequest) -> None:
+        if isinstance(message, AdviceRequest):
+            self._desk.ask(link, message)
+            return
+        if isinstance(message, Flipped):
             reach("agent.flipped.received")
-        self.dispatch(event)
+        self.dispatch(HookSaid(link, message))
 
-    def _on_sent_to_hook(self, message: ToRank | RegistrationAnswer | Welcome) -> None:
+    def _on_link_gone(self, link: LinkId, reason: str) -> None:
+        self._desk.gone(link)
+        self.dispatch(HookGone(link, reason))
+
+    def _on_sent_to_hook(self, message: ToHookMessage) -> None:
         if isinstance(message, Stage):
             reach("agent.stage.forwarded")
         elif isinstance(message, Arm):

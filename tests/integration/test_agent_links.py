@@ -21,6 +21,7 @@ from agent.frames import HEAD, MAGIC, RegistrationAnswer, encode
 from agent.link_server import FROM_HOOK, LinkServer
 from agent.session_events import HookMessage, LinkId
 from agent.socket_path import claim_socket
+from eplb_service.advice import AdviceRequest
 from eplb_service.control import Hello
 from eplb_service.errors import EnvironmentFault, InvalidInputError
 from eplb_service.ids import Epoch
@@ -48,7 +49,7 @@ class Server(Changes):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.path = folder / "s"
-        self.heard: list[tuple[LinkId, HookMessage]] = []
+        self.heard: list[tuple[LinkId, HookMessage | AdviceRequest]] = []
         self.gone: list[tuple[LinkId, str]] = []
         self.complaints: list[dict[str, Any]] = []
         self.links = LinkServer(
@@ -59,7 +60,7 @@ class Server(Changes):
         asyncio.get_running_loop().set_exception_handler(lambda _loop, context: self.complaints.append(context))
         await self.links.start()
 
-    def _on_message(self, link: LinkId, message: HookMessage) -> None:
+    def _on_message(self, link: LinkId, message: HookMessage | AdviceRequest) -> None:
         self.heard.append((link, message))
         self.changed()
 
