@@ -47,11 +47,11 @@ PIECE = 1 << 16
 GAIN_MIN = 1e-9
 """Share of the pairs that must be gained: less is rounding."""
 
-OVERLOAD_FIRST, OVERLOAD_LAST = 1.0, 1500.0
-"""Price of one mean copy too much on a rank, in mean gains, at the first and the last step."""
+COOLING = Cooling(warm=1.0, cold=0.3, light=1.0, heavy=1500.0, cheap=0.3, dear=20.0)
+"""How walks go where moves are free; `light` and `heavy` are for one mean copy and scaled to a layer's slots."""
 
-COOLING = Cooling(warm=1.0, cold=0.3, light=OVERLOAD_FIRST, heavy=OVERLOAD_LAST, cheap=0.3, dear=20.0)
-"""How walks go; `light` and `heavy` are for one mean copy and scaled to a layer's slots."""
+NEAR = COOLING._replace(warm=0.5, light=100.0, cheap=6.0)
+"""How they go where moves are counted: a row that is once far from the live one does not find back."""
 
 SALT = 0xC0
 """Keeps the walks' random numbers apart from those of other searches of the same layer."""
@@ -136,7 +136,8 @@ class _LayerWalk:
         if unit <= 0.0 or ground.fair <= 0.0:
             return
         each = walk.slots.size / max(1, int((self.task.room > 0).sum()))
-        cooling = COOLING._replace(light=COOLING.light * each, heavy=COOLING.heavy * each)
+        cooling = COOLING if bounds.free else NEAR
+        cooling = cooling._replace(light=cooling.light * each, heavy=cooling.heavy * each)
         for begin in range(0, steps, PIECE):
             if self.expired():
                 self.cut_off = True
