@@ -7,16 +7,15 @@ counted by expert, so other ranks change nothing of it.
 
 from __future__ import annotations
 
-import base64
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from eplb_service.backtest import BACKTESTS_MIN, SAVED_MIN, SIGMAS, Backtest, Evidence, Winner, winners
+from eplb_service.backtest import BACKTESTS_MIN, SAVED_MIN, SIGMAS, Backtest, Winner, winners
 from eplb_service.forecast import (
     LAST,
     Float32Array,
@@ -25,10 +24,20 @@ from eplb_service.forecast import (
     Layout,
     Lead,
     Present,
-    TimeOfDay,
     forecasters,
     rescaled,
     rescaled_sources,
+)
+from eplb_service.planner.forecast_document import (
+    PackedDay,
+    day_of,
+    pack_evidence,
+    read_day,
+    read_evidence,
+    read_lead,
+    read_shapes,
+    seconds,
+    whole,
 )
 from eplb_service.window.report import CombinedTable, CombinedWindow, TableShape
 
@@ -49,15 +58,6 @@ STANDSTILL = 20.0
 
 LEAD_CHANGE = 1.5
 """The windows that forecasts are of change when the last of them comes so many times later or sooner."""
-
-EXPERTS_MAX = 1 << 16
-"""Most experts of a layer in a document that is to be believed."""
-
-PROFILE_TEXT_MAX = 8 << 20
-"""Largest profile that is stored, as text; a larger one is learned anew after a restart."""
-
-ROOT_STEPS = 65_535
-"""Square roots of popularity are stored in 16 bits: an expert of 1/256 to 0.05 % of that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -107,7 +107,7 @@ class Forecasting:
         self._window_s: float | None = None
         self._at_s: float | None = None
         self._num_ranks = 1
-        self._packed: dict[int, tuple[int, str]] = {}
+        self._packed_day = PackedDay()
 
     # ── what happens ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +153,7 @@ class Forecasting:
         self._shapes = shapes
         self._backtest = backtest = Backtest(layout, forecasters(layout, self._day_bins))
         self._recent.clear()
-        self._packed.clear()
+        self._packed_day = PackedDay()
         return backtest
 
     def _clock(self, at_s: float, backtest: Backtest) -> None:
@@ -307,26 +307,8 @@ class Forecasting:
             "lead": None if backtest.lead is None else [backtest.lead.first, backtest.lead.last],
             "window_s": self._window_s,
             "num_ranks": self._num_ranks,
-            "evidence": {
-                str(octave): {name: list(astuple(found)) for name, found in evidence.items()}
-                for octave, evidence in sorted(backtest.by_octave.items())
-                if evidence
-            },
-            "day": self._day_to_json(backtest),
-        }
-
-    def _day_to_json(self, backtest: Backtest) -> dict[str, object] | None:
-        day = _day_of(backtest)
-        if 3 * day.profile.size > PROFILE_TEXT_MAX:
-            return None
-        for number in np.flatnonzero(day.visits).tolist():
-            visits = int(day.visits[number])
-            if self._packed.get(number, (0, ""))[0] != visits:
-                roots = np.rint(np.sqrt(day.profile[number]) * ROOT_STEPS).astype("<u2")
-                self._packed[number] = (visits, base64.b64encode(roots.tobytes()).decode("ascii"))
-        return {
-            "visits": day.visits.tolist(),
-            "profile": {str(number): text for number, (_, text) in sorted(self._packed.items())},
+            "evidence": pack_evidence(backtest),
+            "day": self._packed_day.pack(day_of(backtest)),
         }
 
     def remembered(self, tree: Any) -> Forecasting:
@@ -334,73 +316,12 @@ class Forecasting:
         fresh = Forecasting(mode=self._mode, day_bins=self._day_bins, num_windows=self._recent.maxlen or 1)
         if tree is None or self._mode == OFF:
             return fresh
-        shapes = tuple(
-            TableShape(model=str(model), layer_ids=tuple(map(_whole, layers)), num_logical=_whole(experts))
-            for model, layers, experts in tree["shapes"]
-        )
-        if not shapes or any(not shape.layer_ids or not 1 <= shape.num_logical <= EXPERTS_MAX for shape in shapes):
-            raise ValueError(f"forecasts of no table, or of layers without experts or with more than {EXPERTS_MAX}")
-        backtest = fresh._begin(shapes)
-        for octave, evidence in dict(tree["evidence"]).items():
-            if not 1 <= int(octave) <= LEAD_MAX.bit_length():
-                raise ValueError(f"backtests of leads of {octave} bits")
-            backtest.by_octave[int(octave)] = {
-                forecaster.name: _evidence(evidence[forecaster.name])
-                for forecaster in backtest.forecasters
-                if forecaster.name in evidence
-            }
-        if tree["lead"] is not None:
-            first, last = map(_whole, tree["lead"])
-            if not 1 <= first <= last <= LEAD_MAX:
-                raise ValueError(f"a forecast of windows {first} to {last}")
-            backtest.lead = Lead(first, last)
-        fresh._window_s = None if tree["window_s"] is None else _seconds(tree["window_s"])
-        fresh._num_ranks = _whole(tree["num_ranks"])
-        if tree["day"] is None or not _read_day(_day_of(backtest), tree["day"]):
+        backtest = fresh._begin(read_shapes(tree["shapes"]))
+        backtest.by_octave = read_evidence(tree["evidence"], backtest)
+        backtest.lead = read_lead(tree["lead"], LEAD_MAX)
+        fresh._window_s = None if tree["window_s"] is None else seconds(tree["window_s"])
+        fresh._num_ranks = whole(tree["num_ranks"])
+        if tree["day"] is None or not read_day(day_of(backtest), tree["day"]):
             for evidence in backtest.by_octave.values():
                 evidence.pop(Kind.TIME_OF_DAY.value, None)
         return fresh
-
-
-def _day_of(backtest: Backtest) -> TimeOfDay:
-    """The one forecaster with a profile."""
-    return next(forecaster for forecaster in backtest.forecasters if isinstance(forecaster, TimeOfDay))
-
-
-def _evidence(values: Sequence[Any]) -> Evidence:
-    """What `astuple` made of it."""
-    if len(values) != len(fields(Evidence)):
-        raise ValueError(f"{len(values)} sums of backtests")
-    num, *sums = values
-    found = Evidence(_whole(num), *map(float, sums))
-    if not all(map(math.isfinite, astuple(found))) or min(astuple(found)[:-1]) < 0:
-        raise ValueError("a sum of backtests is not finite, or negative")
-    return found
-
-
-def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 53:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
-    return value
-
-
-def _seconds(value: Any) -> float:
-    if not 0 <= float(value) < math.inf:
-        raise ValueError(f"windows of {value} s")
-    return float(value)
-
-
-def _read_day(day: TimeOfDay, tree: Mapping[str, Any]) -> bool:
-    """Fill a profile. Returns False, with nothing filled, when it has other bins than are wanted now."""
-    visits = np.array([_whole(count) for count in tree["visits"]], np.int64)
-    if visits.size != day.bins:
-        return False
-    if (visits < 0).any():
-        raise ValueError("bins of the day that were seen less than never")
-    for number in np.flatnonzero(visits).tolist():
-        roots = np.frombuffer(base64.b64decode(tree["profile"][str(number)], validate=True), "<u2")
-        if roots.size != day.profile.shape[1]:
-            raise ValueError(f"a bin of the day has {roots.size} experts instead of {day.profile.shape[1]}")
-        day.profile[number] = (roots.astype(np.float32) / ROOT_STEPS) ** 2
-    day.visits[:] = visits
-    return True

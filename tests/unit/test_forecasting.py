@@ -23,7 +23,7 @@ from eplb_service.gains import TableEvidence, table_gains
 from eplb_service.gate import GateConfig, decide
 from eplb_service.ids import DeploymentId, GenerationNumber
 from eplb_service.noise import error_dispersion
-from eplb_service.planner import forecasting as module
+from eplb_service.planner import forecast_document as module
 from eplb_service.planner.documents import Settings
 from eplb_service.planner.forecasting import Forecasting, LoadForecast
 from eplb_service.planner.learning import Learning
@@ -295,7 +295,7 @@ def test_what_was_learned_survives_the_store() -> None:
     after.read_document(before.to_document())
     assert after.forecasting.numbers() == before.forecasting.numbers()
     assert after.forecasting.sentence() == before.forecasting.sentence() != ""
-    mine, theirs = (module._day_of(one.forecasting._backtest) for one in (after, before))  # type: ignore[arg-type]
+    mine, theirs = (module.day_of(one.forecasting._backtest) for one in (after, before))  # type: ignore[arg-type]
     assert (mine.visits == theirs.visits).all()
     assert mine.profile == pytest.approx(theirs.profile, rel=1e-3)
     assert after.forecasting.to_json() == before.forecasting.to_json()
@@ -373,7 +373,7 @@ def test_what_is_stored_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = forecasting.to_json()
     assert tree is not None
     text = json.dumps(tree["day"])
-    size = module._day_of(forecasting._backtest).profile.size  # type: ignore[arg-type]
+    size = module.day_of(forecasting._backtest).profile.size  # type: ignore[arg-type]
     assert len(text) < 3 * size + 24 * 20
     monkeypatch.setattr(module, "PROFILE_TEXT_MAX", 3 * size - 1)
     small = forecasting.to_json()
@@ -385,4 +385,4 @@ def test_what_is_stored_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_evidence_reads_as_it_was_written() -> None:
     evidence = Evidence(3, 2.5, 2.0, 0.5, 0.7, 0.01, -0.2)
-    assert module._evidence(json.loads(json.dumps([3, 2.5, 2.0, 0.5, 0.7, 0.01, -0.2]))) == evidence
+    assert module.evidence_of(json.loads(json.dumps([3, 2.5, 2.0, 0.5, 0.7, 0.01, -0.2]))) == evidence
