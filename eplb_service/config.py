@@ -87,6 +87,9 @@ class PlanningConfig:
     max_move_bytes: int | None = setting(None, "most bytes that a plan moves", kind=int, unit="bytes", low=0)
     max_layers: int | None = setting(None, "most layers that a plan changes", kind=int, low=0)
     num_groups: int | None = setting(None, "expert groups that share a node", kind=int, low=1)
+    expert_bytes: int | None = setting(
+        None, "bytes of one expert, where an engine that is advised does not say", kind=int, unit="bytes", low=1
+    )
     group_price: float | None = setting(
         None, "price of a replica off its group's node, in moves; groups are strict if not given", kind=float, low=0.0
     )

@@ -32,7 +32,8 @@ from eplb_service.window.windows import Windows
 SILENT_INTERVALS = 3.0
 """Without a question for so many of its intervals an engine is shown as waiting for."""
 
-UNKNOWN_BYTES = "the engine does not say how large its experts are, so a move cannot be priced"
+UNKNOWN_BYTES = "the engine does not say how large its experts are, so a move cannot be priced: give planning.expert_bytes"
+UNKNOWN_STEPS = "the engine does not say how many steps its load is of, so a gain cannot be priced: give cost.horizon_steps"
 
 _EVENTS = {
     Sight.FIRST: "engine.taken_up",
@@ -60,6 +61,8 @@ class AdvisedDeployment(Deployment):
         self._given_context = context
         self._ranks: Group | None = None
         self._num_questions = 0
+        self._unpriced = ""
+        """Why neither moves nor gains can be priced; empty when they can."""
         self._log = structlog.get_logger("eplb.planner").bind(deployment=name, advised=True)
 
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,6 +155,7 @@ class AdvisedDeployment(Deployment):
         self.engine = self._stored_engine()
         if self.engine is not None:
             self._meet(self.engine.asker)
+            self._price(knows_steps=True)
         if unfinished is None:
             return
         if self.engine is None or not self.engine.asker.fits(unfinished.placement):
@@ -211,18 +215,32 @@ class AdvisedDeployment(Deployment):
             self._meet(question.asker)
             self._store_asker()
             self.outcomes.group_changed(self._ranks)
+        self._price(knows_steps=request.steps > 0)
         self._record(before, seen)
         self._count(request, live_before)
         return seen
 
     def _meet(self, asker: Asker) -> None:
-        """Plan for this engine: its ranks, its expert groups, one chunk for all that it moves."""
+        """Plan for this engine: its ranks, the size of its experts."""
+        size = self._given_context.config.planning.expert_bytes
+        if not any(asker.expert_bytes) and size is not None:
+            asker = dataclasses.replace(asker, expert_bytes=(size,) * len(asker.layer_ids))
         self._ranks = group_of(self.name, asker)
-        context = self._given_context
+
+    def _price(self, *, knows_steps: bool) -> None:
+        """Plan with this engine's expert groups, and one chunk for all that it moves. What nobody told has no price."""
+        context, engine = self._given_context, self.engine
+        if engine is None or self._ranks is None:
+            return
         planning, proposer = context.config.planning, context.proposer
         if planning.num_groups is None:
-            planning = dataclasses.replace(planning, num_groups=groups_kept(asker))
-        given = proposer.given if any(asker.expert_bytes) else GivenCosts()
+            planning = dataclasses.replace(planning, num_groups=groups_kept(engine.asker))
+        self._unpriced = ""
+        if not any(self._ranks.expert_bytes.values()):
+            self._unpriced = UNKNOWN_BYTES
+        elif not knows_steps and proposer.given.horizon_steps is None:
+            self._unpriced = UNKNOWN_STEPS
+        given = GivenCosts() if self._unpriced else proposer.given
         proposer = dataclasses.replace(proposer, planning=planning, given=given, layers_per_chunk_max=None)
         self.context = dataclasses.replace(context, proposer=proposer)
 
@@ -307,6 +325,4 @@ class AdvisedDeployment(Deployment):
 
     def _known(self, live: LiveMap, window: CombinedWindow) -> Known:
         known = super()._known(live, window)
-        if self.engine is not None and any(self.engine.asker.expert_bytes):
-            return known
-        return dataclasses.replace(known, measured=MeasuredCosts(step_time=UNKNOWN_BYTES))
+        return dataclasses.replace(known, measured=MeasuredCosts(step_time=self._unpriced)) if self._unpriced else known
