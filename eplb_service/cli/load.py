@@ -108,7 +108,7 @@ def _facts(recording: LoadRecording) -> list[tuple[str, str]]:
         ("windows", f"{windows:,}"),
         ("tokens", tokens),
         ("skew", f"the hottest expert has {skew.mean():.2f} times the mean, in layer {worst} {skew.max():.2f} times"),
-        ("left out", "; ".join(text for text in (left_out_text(recording), *recording.notes) if text)),
+        ("notes", "; ".join(text for text in (left_out_text(recording), *recording.notes) if text)),
     ]
     return [(label, text) for label, text in facts if text]
 

@@ -76,7 +76,8 @@ def merged_counts(files: Sequence[Callable[[], RankCounts]], *, what: str) -> Me
             for pass_id in common & set(found.passes):
                 total[index[pass_id]] += found.passes[pass_id]
     left_out = len({pass_id for mine in digests.values() for pass_id in mine} - common)
-    notes = [_same_text(group, what) for group in same.values() if len(group) > 1]
+    groups = [group for group in same.values() if len(group) > 1]
+    notes = [_same_text(groups, what)] if groups else []
     if left_out:
         plural = "passes" if what == "pass" else f"{what}s"
         notes.append(f"{left_out:,} {plural} that not every rank recorded are left out")
@@ -114,5 +115,7 @@ def _check_ranks(ranks: tuple[int, ...]) -> None:
         )
 
 
-def _same_text(group: Sequence[int], what: str) -> str:
-    return f"ranks {ids_text(tuple(group))} counted the same tokens in every {what} and are taken once, not {len(group)} times"
+def _same_text(groups: Sequence[Sequence[int]], what: str) -> str:
+    sets = " / ".join(ids_text(tuple(group)) for group in groups[:4]) + (" / …" if len(groups) > 4 else "")
+    each = "each set is" if len(groups) > 1 else "they are"
+    return f"ranks {sets} counted the same tokens in every {what}: {each} taken once"

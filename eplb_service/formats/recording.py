@@ -183,4 +183,4 @@ def left_out_text(recording: LoadRecording) -> str:
     dense = recording.dense_layer_ids
     if not dense:
         return ""
-    return f"layer{'s' if len(dense) > 1 else ''} {ids_text(dense)} without a token (dense) left out"
+    return f"layer{'s' if len(dense) > 1 else ''} {ids_text(dense)} left out, dense: no token"

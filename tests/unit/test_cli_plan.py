@@ -96,7 +96,7 @@ def test_layers_without_load_are_left_out_and_the_others_keep_their_ids(
     made = plan(capsys, file, "--output", "json")
     assert made["layer_ids"] == [0, 2]
     assert made["load"]["dense_layer_ids"] == [1]
-    assert "layer 1 without a token (dense) left out" in plan(capsys, file)
+    assert "layer 1 left out, dense: no token" in plan(capsys, file)
     np.save(file, np.zeros((3, 16)))
     idle = plan(capsys, file, "--output", "json")
     assert idle["layer_ids"] == [0, 1, 2]

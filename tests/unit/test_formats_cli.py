@@ -48,9 +48,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
 def test_a_plan_of_an_sglang_dump_is_written_as_trtllm_reads_it(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = said(capsys, "plan", "--load", str(dump), *SIZE, "--out", "trtllm:out.yaml")
     assert "4 layers x 16 experts in 20 slots on 4 ranks of 2 nodes" in page
-    assert (
-        "load         SGLang, mode stat, 3 windows: layers 0-2 without a token (dense) left out; 1 of 4 windows hold no" in page
-    )
+    assert "load         SGLang, mode stat, 3 windows: layers 0-2 left out, dense: no token; 1 of 4 windows hold no" in page
     assert "nothing is in place, so moves cost nothing" in page
     assert "placement written to out.yaml as trtllm reads it" in page
     content = yaml.safe_load(Path("out.yaml").read_text())
@@ -135,7 +133,7 @@ def test_a_recording_is_shown(dump: Path, capsys: pytest.CaptureFixture[str]) ->
     page = said(capsys, "load", "show", str(dump), "--layers")
     assert page.splitlines()[0] == "sglang.pt: SGLang, mode stat"
     assert "4 with experts: 3-6" in page
-    assert "layers 0-2 without a token (dense) left out; 1 of 4 windows hold no token and are left out" in page
+    assert "layers 0-2 left out, dense: no token; 1 of 4 windows hold no token and are left out" in page
     totals = torch.load(dump)["logical_count"].numpy().sum(axis=0)[DENSE:]
     rows = [line.split() for line in page.splitlines()[-4:]]
     assert [int(row[0]) for row in rows] == [3, 4, 5, 6]
