@@ -69,9 +69,8 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
 def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None:
     """Run a policy once and check its answer; then under nearest dispatch, with a barred rank and with soft groups.
 
-    together: with known pairs of experts too.
-
-    A policy that cannot do the latter is not refused for it: who asks for them will be told. Raises PolicyFailedError when the
+    A policy that cannot do the latter is not refused for it: who asks for them will be told. together: with known pairs of
+    experts too, which compiles what only they need. Raises PolicyFailedError when the
     first answer is unusable, or what the policy raises.
     """
     plain = tiny_problem()
