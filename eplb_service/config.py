@@ -15,7 +15,7 @@ from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
 from eplb_service.forecast import Kind
 from eplb_service.gate import GateConfig
-from eplb_service.policy.base import Constraints, Effort, FailureDomain, Resilience
+from eplb_service.policy.base import Constraints, Effort, ExpertOnRank, FailureDomain, Resilience
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
@@ -60,6 +60,11 @@ class StoreConfig:
     lease_s: float = setting(10.0, "how long a planner leads without a sign of life", unit="s", low=1.0, high=3600.0)
 
 
+def _residencies(text: str | None) -> frozenset[ExpertOnRank]:
+    """Of a list with commas. Raises InvalidInputError for what is none."""
+    return frozenset(ExpertOnRank.parse(part.strip()) for part in (text or "").split(",") if part.strip())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningConfig:
     """When and how plans are made."""
@@ -97,10 +102,20 @@ class PlanningConfig:
         None, "share of the hottest experts that must outlive a lost rank or node", kind=float, above=0.0, high=1.0
     )
     resilient_domain: str = setting("node", "what they must outlive the loss of", choices=tuple(FailureDomain))
+    pins: str | None = setting(None, "experts that must be on a rank: EXPERT@RANK or EXPERT@RANK/LAYER, …", kind=str)
+    bars: str | None = setting(None, "experts that must not be on a rank, written alike", kind=str)
     forecast: str = setting(
         "auto", "forecasts of load that may be planned for, each only where backtests show that it wins", choices=FORECASTS
     )
     forecast_day_bins: int = setting(24, "bins of the day in which load is learned", unit="bins", low=2, high=288)
+
+    def __post_init__(self) -> None:
+        """Pins and bars are read when the planner starts, not with the first plan."""
+        for name, text in (("pins", self.pins), ("bars", self.bars)):
+            try:
+                _residencies(text)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"setting planning.{name}: {error}") from None
 
     def constraints(self, *, max_replicas: int) -> Constraints:
         """For `PlanningProblem`. max_replicas: width of the engine's replica table."""
@@ -111,6 +126,8 @@ class PlanningConfig:
             num_groups=self.num_groups,
             group_price=self.group_price,
             resilience=resilience,
+            pinned=_residencies(self.pins),
+            barred=_residencies(self.bars),
             max_moves=self.max_moves,
             max_move_bytes=self.max_move_bytes,
             max_moves_per_rank=self.max_moves_per_rank,

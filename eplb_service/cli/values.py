@@ -41,10 +41,10 @@ def size(value: object) -> int:
 
 def expert_on_rank(value: object) -> ExpertOnRank:
     """`12@3`: expert 12 on rank 3 in every layer; `12@3/5`: in layer 5."""
-    found = re.fullmatch(r"\s*(\d+)\s*@\s*(\d+)\s*(?:/\s*(\d+)\s*)?", str(value))
-    if found is None:
-        _refuse(f"{value!r} is not EXPERT@RANK or EXPERT@RANK/LAYER, such as 12@3 or 12@3/5")
-    return ExpertOnRank(int(found[1]), int(found[2]), None if found[3] is None else int(found[3]))
+    try:
+        return ExpertOnRank.parse(str(value))
+    except InvalidInputError as error:
+        _refuse(str(error))
 
 
 def rank_slot(value: object) -> tuple[int, int]:

@@ -5,6 +5,7 @@ A policy plans one table (layers of one model with equal E and P) at a time; the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
@@ -54,6 +55,14 @@ class ExpertOnRank:
     expert: int
     rank_id: int
     layer_id: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> ExpertOnRank:
+        """From `12@3` (expert 12 on rank 3 in every layer) or `12@3/5` (in layer 5). Raises InvalidInputError for others."""
+        found = re.fullmatch(r"\s*(\d{1,9})\s*@\s*(\d{1,9})\s*(?:/\s*(\d{1,9})\s*)?", text)
+        if found is None:
+            raise InvalidInputError(f"{text!r} is not EXPERT@RANK or EXPERT@RANK/LAYER, such as 12@3 or 12@3/5")
+        return cls(int(found[1]), int(found[2]), None if found[3] is None else int(found[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from eplb_service.config import ServeConfig, load_config
 from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import GateConfig
-from eplb_service.policy.base import Constraints, Resilience
+from eplb_service.policy.base import Constraints, ExpertOnRank, Resilience
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import settings_of
 from eplb_service.validation import ValidationConfig
@@ -78,12 +78,30 @@ def test_validation_settings_reach_the_judge() -> None:
 
 
 def test_planning_limits_become_constraints_of_the_problem() -> None:
-    flags = {"planning.max_moves": "100", "planning.num_groups": "8", "planning.group_price": "2"}
+    flags = {
+        "planning.max_moves": "100",
+        "planning.num_groups": "8",
+        "planning.group_price": "2",
+        "planning.pins": "12@3, 7@0/5",
+        "planning.bars": "1@2",
+    }
     constraints = load_config(flags=flags | {"planning.resilient_share": "0.2"}).config.planning.constraints(max_replicas=7)
     assert constraints == Constraints(
-        max_moves=100, num_groups=8, group_price=2.0, max_replicas=7, resilience=Resilience(hot_share=0.2)
+        max_moves=100,
+        num_groups=8,
+        group_price=2.0,
+        pinned=frozenset({ExpertOnRank(12, 3), ExpertOnRank(7, 0, 5)}),
+        barred=frozenset({ExpertOnRank(1, 2)}),
+        max_replicas=7,
+        resilience=Resilience(hot_share=0.2),
     )
     assert load_config().config.planning.constraints(max_replicas=7) == Constraints(max_replicas=7)
+
+
+@pytest.mark.parametrize("key", ["planning.pins", "planning.bars"])
+def test_residency_that_cannot_be_read_ends_the_start_with_an_example(key: str) -> None:
+    with pytest.raises(InvalidInputError, match=rf"{key}.*'12-3' is not EXPERT@RANK.*12@3/5"):
+        load_config(flags={key: "7@0, 12-3"}, environment={})
 
 
 @pytest.mark.parametrize(
