@@ -70,8 +70,8 @@ def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None
     """Run a policy once and check its answer; then under nearest dispatch, with a barred rank and with soft groups.
 
     A policy that cannot do the latter is not refused for it: who asks for them will be told. together: with known pairs of
-    experts too, which compiles what only they need. Raises PolicyFailedError when the
-    first answer is unusable, or what the policy raises.
+    experts too, which compiles what only they need. Raises PolicyFailedError when the first answer is unusable, or what the
+    policy raises.
     """
     plain = tiny_problem()
     verify(plain, run_policy(policy, plain), policy=name, solve_s=0.0)
