@@ -30,7 +30,8 @@ from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Ref
 from eplb_service.window.windows import Windows
 
 SILENT_INTERVALS = 3.0
-"""Without a question for so many of its intervals an engine is shown as waiting for."""
+SILENT_S = 30.0
+"""Without a question for so many of its intervals, and so many seconds, an engine is waited for."""
 
 UNKNOWN_BYTES = "the engine does not say how large its experts are, so a move cannot be priced: give planning.expert_bytes"
 UNKNOWN_STEPS = "the engine does not say how many steps its load is of, so a gain cannot be priced: give cost.horizon_steps"
@@ -61,6 +62,8 @@ class AdvisedDeployment(Deployment):
         self._given_context = context
         self._ranks: Group | None = None
         self._num_questions = 0
+        self._num_served = 0
+        """Questions that the live map served alone, since it is live."""
         self._unpriced = ""
         """Why neither moves nor gains can be priced; empty when they can."""
         self._log = structlog.get_logger("eplb.planner").bind(deployment=name, advised=True)
@@ -107,7 +110,7 @@ class AdvisedDeployment(Deployment):
             return "waiting", "its engine has not asked yet, since this planner leads it"
         silent_s = self.context.clock.monotonic() - self.questions.times[-1]
         interval_s = self.questions.interval_s
-        if interval_s is not None and silent_s > SILENT_INTERVALS * interval_s:
+        if interval_s is not None and silent_s > max(SILENT_S, SILENT_INTERVALS * interval_s):
             return "waiting", f"no question for {silent_s:.0f} s; the engine asked every {interval_s:.0f} s before"
         told = self.engine.told
         if told is not None and not told.times:
@@ -117,10 +120,10 @@ class AdvisedDeployment(Deployment):
         return "ready", self.last_error
 
     def window(self) -> CombinedWindow | None:
-        """The last questions that were served by the live map alone: engines count by it, and miscount where they moved."""
-        if self.engine is None:
+        """The last questions since the live map is live, but the first: engines count by it, and miscount where they moved."""
+        if self.engine is None or not self._num_served:
             return None
-        return self.load.windows.combine(self.num_windows, live_digest=self.engine.live.digest)
+        return self.load.windows.combine(min(self.num_windows, self._num_served), live_digest=self.engine.live.digest)
 
     @property
     def num_windows(self) -> int:
@@ -212,6 +215,7 @@ class AdvisedDeployment(Deployment):
         self.questions.engine = request.engine
         self.questions.times.append(self.context.clock.monotonic())
         if seen.sight is Sight.FIRST:
+            self._num_served = 0
             self._meet(question.asker)
             self._store_asker()
             self.outcomes.group_changed(self._ranks)
@@ -278,6 +282,7 @@ class AdvisedDeployment(Deployment):
             return
         report = report_of(request, group, self._num_questions, live_before.digest, engine.live.digest)
         self._num_questions += 1
+        self._num_served = self._num_served + 1 if live_before is engine.live else 0
         answer = self.load.offer(report)
         if isinstance(answer, Accepted) and answer.closed:
             self._window_closed(answer)

@@ -1,4 +1,4 @@
-"""An engine that moves its own weights, without weights: it asks over gRPC as an agent process does, and goes where it is told."""
+"""An engine that moves its own weights, without weights: it asks as an agent process does, and goes where it is told."""
 
 from __future__ import annotations
 
@@ -98,6 +98,12 @@ class Engine:
         if answer.move and self.follows and answer.rows is not None:
             self.rows = answer.rows.copy()
         return answer
+
+    async def ask_often(self, load: npt.NDArray[np.float64], times: int) -> Advice:
+        """The last of so many answers."""
+        for _ in range(times):
+            await self.ask(load)
+        return self.answers[-1]
 
     async def ask_until_move(self, load: npt.NDArray[np.float64], most: int = 8) -> Advice:
         """Ask until it is told to move."""
