@@ -9,6 +9,7 @@ import click
 import numpy as np
 
 from eplb_service.cli.output import console, output_option, print_fact, print_json, print_table
+from eplb_service.formats.loads import LOAD_FORMATS
 
 if TYPE_CHECKING:
     from eplb_service.formats.recording import Float64Array, LoadRecording
@@ -18,7 +19,7 @@ FACT_WIDTH = 11
 FORMAT = click.option(
     "--format",
     "load_format",
-    type=click.Choice(["sglang", "trtllm", "numpy", "json", "eplb"]),
+    type=click.Choice(LOAD_FORMATS),
     help="What FILE is.  [default: found out]",
 )
 

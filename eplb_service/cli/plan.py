@@ -15,6 +15,7 @@ from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
 from eplb_service.cli.output import console, output_option, print_json
 from eplb_service.cli.plan_request import checked_together, flag, loads_of, moves_are_free, problem_of, together_of
 from eplb_service.dispatch import Dispatch
+from eplb_service.formats.loads import LOAD_FORMATS
 from eplb_service.policy.base import Effort
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
 @click.option(
     "--format",
     "load_format",
-    type=click.Choice(["sglang", "trtllm", "numpy", "json", "eplb"]),
+    type=click.Choice(LOAD_FORMATS),
     help="What --load is.  [default: found out]",
 )
 @click.option(

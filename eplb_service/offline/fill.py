@@ -37,7 +37,7 @@ def filled_plan(plan: OfflinePlan, engine: str) -> OfflinePlan:
     raw = RawPlan(
         physical_to_logical=filled_rows(rows, problem, limits),
         lower_bound=proposal.lower_bound.per_layer,
-        status="heuristic" if proposal.status == "optimal" else proposal.status,
+        status="heuristic",  # what the policy said of its plan is not true of this one
         cut_off=proposal.cut_off,
     )
     try:

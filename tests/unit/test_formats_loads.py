@@ -506,6 +506,35 @@ def test_safetensors_that_are_cut_or_changed_anywhere_are_read_or_refused(data: 
     assert all(isinstance(array, np.ndarray) for array in found.values())
 
 
+def flipped(data: st.DataObject, whole: bytes) -> bytes:
+    """A file with some bytes changed, perhaps cut."""
+    changed = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+    return bytes(changed[: data.draw(st.integers(1, len(changed)))])
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.sampled_from(["own.npz", "stat.pt", "history.json"]))
+def test_files_that_are_cut_or_changed_anywhere_are_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, name: str
+) -> None:
+    folder = tmp_path_factory.mktemp("f")
+    counts = np.arange(1, 13).reshape(2, 2, 3)
+    if name == "own.npz":
+        whole = own_bytes(recording_of(counts, source="x", layer_ids=(1, 2)))
+    elif name == "stat.pt":
+        whole = stat(folder / "whole.pt", torch.tensor(counts)).read_bytes()
+    else:
+        whole = json.dumps({"load_history": [{"logical_expert_load": rows} for rows in counts.tolist()]}).encode()
+    (folder / name).write_bytes(flipped(data, whole))
+    try:
+        found = read_recording(folder / name)
+    except InvalidInputError:
+        return
+    assert (found.loads >= 0).all()
+
+
 # arrays, JSON, our own
 
 
