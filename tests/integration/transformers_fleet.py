@@ -155,7 +155,7 @@ HOOKS: dict[str, Callable[[EnginePort, RankConfig, HookMaker], StepHook]] = {
 class Rank:
     """The engine of one rank, and what its driver asks of it."""
 
-    def __init__(self, position: int, plan: GroupPlan) -> None:
+    def __init__(self, position: int, group: dist.ProcessGroup, plan: GroupPlan) -> None:
         self.position = position
         self.model = tiny_qwen(seed=plan.seeds[position])
         settings = ParallelSettings(
@@ -166,7 +166,7 @@ class Rank:
             rendezvous_port=plan.hook_port,
             num_redundant_experts=REDUNDANT,
         )
-        self.engine = HuggingFaceEngine(self.model, settings)
+        self.engine = HuggingFaceEngine(self.model, settings, group=group)
         if plan.socket:
             self.hook = HOOKS[plan.fault](self.engine.port, cast("RankConfig", self), partial(_hook, plan.socket))
             self.hook.start()
@@ -222,6 +222,7 @@ def rank_main(position: int, port: int, pipe: Connection) -> None:
     address = f"tcp://127.0.0.1:{port}"
     timeout = timedelta(seconds=WAIT_S)
     dist.init_process_group("gloo", init_method=address, rank=position, world_size=NUM_RANKS, timeout=timeout)
+    group = dist.new_group()
     rank: Rank | None = None
     while True:
         try:
@@ -231,7 +232,7 @@ def rank_main(position: int, port: int, pipe: Connection) -> None:
         try:
             if command == "start":
                 rank = None
-                rank = Rank(position, *arguments)
+                rank = Rank(position, group, *arguments)
                 answer = None
             else:
                 assert rank is not None

@@ -46,7 +46,8 @@ class _Step:
 class HuggingFaceEngine:
     """One rank's model and slots, and the steps that it takes with the other ranks.
 
-    Build it on every rank of the group at once, give the hook its `port`, and hand the hook over before the first step:
+    Build it on every rank of the group at once, give the hook its `port`, and hand the hook over before the first step. From
+    then on the model has slots in place of its experts: its `state_dict` is no checkpoint any more.
 
         engine = HuggingFaceEngine(model, settings)
         hook = Hook(engine.port, HookConfig.from_environment(os.environ))

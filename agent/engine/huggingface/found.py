@@ -50,8 +50,6 @@ class StackedExperts:
         self._module = module
         self._num_experts = _num_experts(module)
         self._tensors = dict(module.named_parameters())
-        # From here on it computes one expert at a time, on tensors that it is handed.
-        self._names = tuple(self._tensors)
 
     @property
     def config(self) -> ExpertShape:
@@ -73,7 +71,7 @@ class StackedExperts:
         """
         rows = inputs.expand(2, -1) if inputs.shape[0] == 1 else inputs
         index = torch.zeros(rows.shape[0], 1, dtype=torch.int64, device=rows.device)
-        stacked = {name: tensors[name][None] for name in self._names}
+        stacked = {name: tensors[name][None] for name in self._tensors}
         self._module.num_experts = 1  # type: ignore[assignment]  # a plain attribute; torch's stub knows tensors and modules
         try:
             outputs: Tensor = torch.func.functional_call(self._module, stacked, (rows, index, rows.new_ones(index.shape)))
