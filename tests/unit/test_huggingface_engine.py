@@ -21,6 +21,7 @@ from agent.engine.huggingface.engine import HuggingFaceEngine
 from agent.engine.huggingface.found import StackedExperts, combine, find_experts, try_out
 from agent.engine.huggingface.settings import ParallelSettings
 from agent.hook.routing import LayerTables
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.ids import DeploymentId, LayerRef, RankId
 
@@ -157,6 +158,17 @@ def scattered(seed: int) -> list[int]:
 def assert_same(batch: GreedyBatch, tokens: list[list[int]], logits: list[torch.Tensor]) -> None:
     assert batch.tokens == tokens
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(batch.logits, logits, strict=True))
+
+
+@needs_transformers
+@pytest.mark.parametrize("dispatch", [Dispatch.NEAREST, Dispatch.WEIGHTED])
+def test_any_dispatch_gives_the_same(dispatch: Dispatch) -> None:
+    plain = tiny("Mixtral")
+    model = copy.deepcopy(plain)
+    engine = HuggingFaceEngine(model, settings(dispatch=dispatch))
+    assert engine.port.describe().dispatch == dispatch
+    assert (engine.port.routing_tables(LayerRef("target", 0)).replica_shares is not None) == (dispatch is Dispatch.WEIGHTED)
+    assert_same(served(model, engine), *generated(plain))
 
 
 @needs_transformers
