@@ -45,7 +45,8 @@ class Adviser:
         self._tries = 0
         self._absent = ""
         self._present = False
-        self._said: tuple[Outcome, str] | None = None
+        self._said: dict[str, tuple[Outcome, str]] = {}
+        """What was said last of each deployment: a reason that repeats is not said again."""
 
     def advise(self, group: Group, build: Callable[[], Call]) -> Decision:
         """What the engine is to do, the same on all ranks of the group, all of which are in this call.
@@ -67,7 +68,7 @@ class Adviser:
         self._calls_of_group += 1
         made = call
         decision = agree(group, call, problem=problem, number=self._calls_of_group, ask=lambda facts: self._ask(made, facts))
-        return self._said_and_counted(decision, group)
+        return self._said_and_counted(decision, group, made.deployment if made is not None else "")
 
     def left_to_engine(self, reason: str) -> None:
         """The engine's own policy answers this call: count it, and say why."""
@@ -111,21 +112,17 @@ class Adviser:
         self._present = not self._absent
         return self._present
 
-    def _said_and_counted(self, decision: Decision, group: Group | None) -> Decision:
+    def _said_and_counted(self, decision: Decision, group: Group | None, about: str = "") -> Decision:
         self.counts[decision.outcome] += 1
         said = (decision.outcome, decision.reason)
-        if said == self._said:
+        if said == self._said.get(about):
             return decision
-        self._said = said
+        self._said[about] = said
         level = logging.INFO if decision.outcome in _FINE else logging.WARNING
         if level > logging.INFO or group is None or group.rank() == 0:
+            what = f"{decision.outcome} to generation {decision.generation}" if decision.rows is not None else decision.outcome
             self._logger.log(
-                level,
-                "adviser: %s: %s (generation %d; %s)",
-                decision.outcome,
-                decision.reason,
-                decision.generation,
-                self.tally(),
+                level, "adviser: %s%s: %s (so far: %s)", what, f" ({about})" if about else "", decision.reason, self.tally()
             )
         return decision
 

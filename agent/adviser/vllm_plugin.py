@@ -213,21 +213,23 @@ class VllmEngine:
             return 0, 1
 
     def _learn(self) -> _Learnt:
-        """What vLLM says of itself; nothing of it is needed."""
+        """What vLLM says of itself, where it does; nothing of it is needed."""
         if self._learnt is not None:
             return self._learnt
         module = sys.modules.get("vllm.config.vllm") or sys.modules.get("vllm.config")
         current = getattr(module, "get_current_vllm_config_or_none", None)
-        config = current() if callable(current) else None
-        if config is None:
-            return _Learnt()
-        balancer = getattr(config.parallel_config, "eplb_config", None)
-        window, interval = getattr(balancer, "window_size", 0), getattr(balancer, "step_interval", 0)
-        self._learnt = _Learnt(
-            model=str(config.model_config.model),
-            drafter=getattr(config, "speculative_config", None) is not None,
-            steps=min(int(window), int(interval)),
-        )
+        try:
+            config = current() if callable(current) else None
+            if config is None:
+                return _Learnt()
+            balancer = config.parallel_config.eplb_config
+            self._learnt = _Learnt(
+                model=str(config.model_config.model),
+                drafter=config.speculative_config is not None,
+                steps=min(int(balancer.window_size), int(balancer.step_interval)),
+            )
+        except (AttributeError, TypeError, ValueError):
+            self._learnt = _Learnt()
         return self._learnt
 
     def _shaped(self, rows: torch.Tensor, weight: torch.Tensor) -> Any:
