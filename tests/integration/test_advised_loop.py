@@ -374,8 +374,7 @@ def test_groups_of_the_engine_are_kept_on_their_nodes_unless_the_operator_says_o
 def test_moves_without_a_price_are_kept_until_somebody_gives_one() -> None:
     async def asked(**more: str) -> Advice:
         async with planner(**more) as (_, address), Engine(address, expert_bytes=()) as engine:
-            answer = await engine.ask_often(engine.skewed(), 4)
-            return answer
+            return await engine.ask_often(engine.skewed(), 4)
 
     async def scenario() -> None:
         answer = await asked()
