@@ -70,9 +70,9 @@ class Adviser:
         decision = agree(group, call, problem=problem, number=self._calls_of_group, ask=lambda facts: self._ask(made, facts))
         return self._said_and_counted(decision, group, made.deployment if made is not None else "")
 
-    def left_to_engine(self, reason: str) -> None:
+    def left_to_engine(self, group: Group | None, reason: str) -> None:
         """The engine's own policy answers this call: count it, and say why."""
-        self._said_and_counted(Decision(outcome=Outcome.ENGINE, reason=reason), None)
+        self._said_and_counted(Decision(outcome=Outcome.ENGINE, reason=reason), group)
 
     def broke(self, error: Exception) -> None:
         """Something that cannot be went wrong in the adviser itself, and the engine stays as it is."""
@@ -119,7 +119,7 @@ class Adviser:
             return decision
         self._said[about] = said
         level = logging.INFO if decision.outcome in _FINE else logging.WARNING
-        if level > logging.INFO or group is None or group.rank() == 0:
+        if decision.outcome in _OWN or group is None or group.rank() == 0:
             what = f"{decision.outcome} to generation {decision.generation}" if decision.rows is not None else decision.outcome
             self._logger.log(
                 level, "adviser: %s%s: %s (so far: %s)", what, f" ({about})" if about else "", decision.reason, self.tally()
@@ -132,6 +132,8 @@ class Adviser:
 
 
 _FINE = (Outcome.MOVED, Outcome.KEPT, Outcome.IDLE)
+_OWN = (Outcome.FAILED, Outcome.DISAGREED, Outcome.GROUP)
+"""Here each rank may have a reason of its own; the rest is said by rank 0 for all."""
 
 
 def _name_of(group: Group) -> str:

@@ -82,7 +82,7 @@ class SglangEngine:
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         group, metadata, reason = self._surroundings(given)
         if group is None or metadata is None:
-            self.adviser.left_to_engine(reason)
+            self.adviser.left_to_engine(group, reason)
             return original(*args, **kwargs)
         rows = metadata.physical_to_logical_map_cpu.to(torch.int64).numpy().copy()
         tokens: torch.Tensor = given["tokens_per_expert"]

@@ -143,7 +143,7 @@ class VllmEngine:
             group = self._group()
             reason = self._left_to_engine(group, num_replicas, num_ranks, old)
             if group is None or old is None or reason:
-                self.adviser.left_to_engine(reason)
+                self.adviser.left_to_engine(group, reason)
                 return None
             decision = self.adviser.advise(group, lambda: self._call(weight, num_groups, num_ranks, old))
             if decision.outcome is Outcome.ENGINE:
