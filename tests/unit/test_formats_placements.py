@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
 from eplb_service.formats import placements
 from eplb_service.formats.placement_rows import Expectation
 from eplb_service.formats.placements import (
@@ -260,7 +260,7 @@ def test_rows_without_ids_may_have_the_dense_layers_too(tmp_path: Path) -> None:
         read_placement(PlacementPath(tmp_path / "m.npy"), Expectation(rank_ids=RANKS, layer_ids=(1, 2, 3)))
 
 
-def test_ids_of_vllm_asends_layers_are_positions_or_absolute(tmp_path: Path) -> None:
+def test_ids_of_vllm_ascends_layers_are_positions_or_absolute(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps(ASCEND))
     assert read_placement(PlacementPath(tmp_path / "a.json"), Expectation()).table.layer_ids == (0, 1)
     absolute = json.loads(json.dumps(ASCEND))
@@ -470,15 +470,17 @@ def test_a_wrong_format_is_refused_by_what_it_looked_for(tmp_path: Path) -> None
     refused(tmp_path, TRTLLM, "is no valid JSON", placement_format="sglang")
 
 
-def test_a_file_is_replaced_only_by_one_that_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that was never applied is not success (vllm-ascend#4417)."""
+def test_a_file_is_replaced_only_by_one_that_reads_back_vllm_ascend_4417(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is called done has been looked at."""
     target = PlacementPath(tmp_path / "s.json", "sglang")
     write_placement(target, TABLE)
     before = target.path.read_bytes()
     monkeypatch.setattr(
         placements, "placement_bytes", lambda *_, **__: SGLANG.replace("[3, 2, 1, 0, 3, 2]", "[2, 3, 1, 0, 3, 2]").encode()
     )
-    with pytest.raises(Exception, match="would not read back as it is; nothing was written"):
+    with pytest.raises(BrokenInvariantError, match="would not read back as it is; nothing was written"):
         write_placement(target, TABLE)
     assert target.path.read_bytes() == before
 
