@@ -110,7 +110,6 @@ class Question:
     origin: int
     sequence: int
     rows: Int32Array
-    steps: int
     at_s: float
 
 
@@ -119,15 +118,13 @@ class Told:
     """A generation that the engine is to go to.
 
     rows: shape (L, P), int32. times: answers that named it, 0 = published and not told yet. at_s: of the first of them, wall
-    clock. steps: engine steps since then, as far as known. missed: questions in a row that showed no progress towards it.
-    arrived: layers that route by it already.
+    clock. missed: questions in a row that showed no progress towards it. arrived: layers that route by it already.
     """
 
     generation: GenerationNumber
     rows: Int32Array
     times: int = 0
     at_s: float = 0.0
-    steps: int = 0
     missed: int = 0
     arrived: int = 0
 
@@ -175,8 +172,8 @@ class Sight(Enum):
 class Look:
     """The answer of `look`. state: the next one. reason: one sentence, empty when there is nothing to tell.
 
-    active: the generation that the engine showed now; seconds, steps: from its advice to this question, 0 = not known.
-    stopped: a generation that ends here without having been shown whole.
+    active: the generation that the engine showed now. stopped: one that ends here without having been shown whole.
+    seconds: from its advice to this question, 0 = not known: the engine may have moved any time in between.
     """
 
     sight: Sight
@@ -185,7 +182,6 @@ class Look:
     active: GenerationNumber | None = None
     stopped: GenerationNumber | None = None
     seconds: float = 0.0
-    steps: int = 0
 
 
 def look(state: EngineState | None, question: Question) -> Look:
@@ -206,8 +202,6 @@ def look(state: EngineState | None, question: Question) -> Look:
     if state.asker != question.asker:
         return _taken_up(state, question, rivals)
     state = dataclasses.replace(state, origin=question.origin, sequence=question.sequence, rivals=rivals)
-    if state.told is not None and state.told.times:
-        state = dataclasses.replace(state, told=dataclasses.replace(state.told, steps=state.told.steps + question.steps))
     for aim in (state.told, state.lapsed):
         if aim is not None and np.array_equal(question.rows, aim.rows):
             return _followed(state, aim, question)
@@ -270,7 +264,6 @@ def _followed(state: EngineState, aim: Told, question: Question) -> Look:
     rows = dict(zip(table.layers, aim.rows, strict=True))
     took_s = max(0.0, question.at_s - aim.at_s) if aim.times else 0.0
     what = f"the engine shows generation {aim.generation}"
-    steps = f" and {aim.steps} steps" if aim.steps else ""
     # One that was given up may be shown while a later one waits: that one stays.
     told = None if aim is state.told else state.told
     return Look(
@@ -278,10 +271,9 @@ def _followed(state: EngineState, aim: Told, question: Question) -> Look:
         state=dataclasses.replace(
             state, live=state.live.with_rows(rows, aim.generation), told=told, lapsed=None, unfollowed=0, rest=0
         ),
-        reason=f"{what}, {took_s:.0f} s{steps} after it was told" if aim.times else what,
+        reason=f"{what}, {took_s:.0f} s after it was told" if aim.times else what,
         active=aim.generation,
         seconds=took_s,
-        steps=aim.steps,
     )
 
 
@@ -323,7 +315,6 @@ def _on_the_way(state: EngineState, question: Question) -> Look:
         ),
         stopped=told.generation,
         seconds=max(0.0, question.at_s - told.at_s),
-        steps=told.steps,
     )
 
 

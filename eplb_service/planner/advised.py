@@ -157,8 +157,11 @@ class AdvisedDeployment(Deployment):
         unfinished = self.ledger.unfinished()
         self.engine = self._stored_engine()
         if self.engine is not None:
+            known, self._num_served = self._ranks, 0
             self._meet(self.engine.asker)
             self._price(knows_steps=True)
+            if known is None or self._ranks is None or known.group_id != self._ranks.group_id:
+                self.outcomes.group_changed(self._ranks)
         if unfinished is None:
             return
         if self.engine is None or not self.engine.asker.fits(unfinished.placement):
@@ -203,7 +206,6 @@ class AdvisedDeployment(Deployment):
             origin=request.origin,
             sequence=request.sequence,
             rows=request.current,
-            steps=request.steps,
             at_s=at_s,
         )
         before = self.engine

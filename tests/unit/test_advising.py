@@ -41,10 +41,8 @@ def turned(by: int, layers: tuple[int, ...] = tuple(range(LAYERS))) -> Rows:
     return rows
 
 
-def question(
-    rows: Rows = LINEAR, sequence: int = 1, *, origin: int = 1, steps: int = 100, at_s: float = 0.0, asker: Asker = ASKER
-) -> Question:
-    return Question(asker=asker, origin=origin, sequence=sequence, rows=rows, steps=steps, at_s=at_s)
+def question(rows: Rows = LINEAR, sequence: int = 1, *, origin: int = 1, at_s: float = 0.0, asker: Asker = ASKER) -> Question:
+    return Question(asker=asker, origin=origin, sequence=sequence, rows=rows, at_s=at_s)
 
 
 def first() -> EngineState:
@@ -63,13 +61,13 @@ def test_first_question_is_taken_up_as_generation_0_and_the_same_map_shows_nothi
     assert (again.sight, again.reason, again.state.sequence) == (Sight.SAME, "", 2)
 
 
-def test_advised_map_shown_makes_its_generation_live_with_time_and_steps() -> None:
+def test_advised_map_shown_makes_its_generation_live_with_the_time_that_it_took() -> None:
     state = told(turned(1))
-    seen = advising.look(state, question(turned(1), 2, steps=3000, at_s=100.0))
-    assert (seen.sight, seen.active, seen.seconds, seen.steps) == (Sight.FOLLOWED, 1, 90.0, 3000)
+    seen = advising.look(state, question(turned(1), 2, at_s=100.0))
+    assert (seen.sight, seen.active, seen.seconds) == (Sight.FOLLOWED, 1, 90.0)
     assert set(seen.state.live.generations) == {1}
     assert seen.state.told is None
-    assert "90 s and 3000 steps" in seen.reason
+    assert "90 s after it was told" in seen.reason
 
 
 def test_repeated_and_late_questions_change_nothing() -> None:
@@ -198,13 +196,11 @@ class Story:
     ends: dict[int, list[str]] = field(default_factory=dict)
     goal: Rows | None = None
 
-    def ask(self, steps: int) -> Look:
+    def ask(self) -> Look:
         self.sequence += 1
         self.clock_s += 90.0
         before = self.state
-        seen = advising.look(
-            before, question(self.rows.copy(), self.sequence, origin=self.origin, steps=steps, at_s=self.clock_s)
-        )
+        seen = advising.look(before, question(self.rows.copy(), self.sequence, origin=self.origin, at_s=self.clock_s))
         self.state = seen.state
         np.testing.assert_array_equal(seen.state.rows, self.rows)  # live is what the engine shows, nothing else
         for number in seen.state.live.generations:  # a layer is of a generation only when it routes by its row
@@ -262,7 +258,7 @@ def test_whatever_an_engine_does_generations_are_live_only_when_shown_and_number
         elif move == "give up" and story.state is not None and story.state.told is not None:
             story.ends[story.state.told.generation].append("stopped")
             story.state = advising.give_up(story.state)
-        story.ask(steps=mask)
+        story.ask()
         story.answer(turned(turn, tuple(layer for layer in range(LAYERS) if mask >> layer & 1)) if publishes else None)
     assert story.state is not None
     under_way = set() if story.state.told is None else {story.state.told.generation}
