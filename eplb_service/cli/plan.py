@@ -266,6 +266,7 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
     Example:  eplb plan --load load.npy --ranks 32 --nodes 4 --slots-per-rank 9 --max-imbalance 1.02
               eplb plan --load new.npy --fleet fleet.toml --current plan.json --max-moves 500 --out next.json
               eplb plan --load new.npy --fleet fleet.toml --current plan.json --pareto front.svg
+              eplb plan --load sglang.pt --ranks 32 --nodes 4 --slots-per-rank 9 --out trtllm:balancer.yaml
               eplb plan -d chat-decode --planner planner:7470
     """
     context = click.get_current_context()
