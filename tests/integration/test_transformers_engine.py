@@ -98,7 +98,7 @@ def service() -> Iterator[Service]:
     with tempfile.TemporaryDirectory(prefix="eplb-") as folder:
         service = Service(Path(folder))
         yield service
-        for part in service.parts:
+        for part in reversed(service.parts):
             part.stop()
 
 
