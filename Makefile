@@ -10,8 +10,10 @@ STAMP := $(VENV)/.setup-done
 DEMO ?=
 PYTEST ?=
 BENCH ?=
+# Releases of engines: make test-engines ENGINES="--vllm 0.33.0 --sglang"
+ENGINES ?=
 
-.PHONY: help setup demo test lint types imports unit proto check-proto bench-planner planning-page clean
+.PHONY: help setup demo test lint types imports unit test-engines proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,6 +48,9 @@ unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
 
 proto: $(STAMP)  ## generate the protocol code again
 	@$(BIN)/python proto/generate.py
+
+test-engines: $(STAMP)  ## our plug-ins in vLLM's and SGLang's own code: fetches their wheels (400 MB each, kept: 1 MB)
+	@$(BIN)/python -m tests.engines $(ENGINES)
 
 check-proto: $(STAMP)  ## fail when the committed protocol code is stale
 	@$(BIN)/python proto/generate.py --check

@@ -5,36 +5,53 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 
-from tests.engines import vllm_check
-from tests.engines.vllm_check import EngineCheckError
+from tests.engines import sglang_check, vllm_check
+from tests.engines.ranks import EngineCheckError
 from tests.engines.wheels import CACHE, FetchError
 
 VLLM = ("0.33.0", "0.29.0", "0.26.0", "0.22.0", "0.19.1", "0.18.0", "0.17.1", "0.16.0", "0.14.0")
-ASYNC = (0, 14)
-"""First release whose asynchronous worker is driven too."""
+SGLANG = ("0.5.23",)
 
 
 def main() -> int:
     """Run what is asked for; returns the number of failures."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines", description=__doc__)
     parser.add_argument("--vllm", nargs="*", default=VLLM, metavar="RELEASE", help=f"default: {' '.join(VLLM)}")
+    parser.add_argument("--sglang", nargs="*", default=SGLANG, metavar="RELEASE", help=f"default: {' '.join(SGLANG)}")
     chosen = parser.parse_args()
-    print(f"modules of engines are kept in {CACHE}")
+    say(f"modules of engines are kept in {CACHE}")
     failed = 0
     for release in chosen.vllm:
-        for is_async in (False, True):
-            title = f"vLLM {release}, {'asynchronous' if is_async else 'in the forward'}"
-            print(title, flush=True)
-            start = time.monotonic()
-            try:
-                vllm_check.check(release, is_async=is_async, say=lambda line: print(line, flush=True))
-            except (EngineCheckError, FetchError) as error:
-                failed += 1
-                print(f"FAILED {title}: {error}", flush=True)
-            print(f"  in all: {time.monotonic() - start:.1f} s", flush=True)
-    print(f"{failed} failed" if failed else "all passed")
+        failed += not passed(f"vLLM {release}, in the forward", partial(vllm_check.check, release, is_async=False, say=say))
+        failed += not passed(f"vLLM {release}, asynchronous", partial(vllm_check.check, release, is_async=True, say=say))
+    for release in chosen.vllm[:1]:
+        failed += not passed(f"vLLM {release}, adviser off on one rank", partial(vllm_check.check_half_on, release, say=say))
+    for release in chosen.sglang:
+        failed += not passed(f"SGLang {release}", partial(sglang_check.check, release, say=say))
+    say(f"{failed} failed" if failed else "all passed")
     return failed
+
+
+def passed(title: str, check: Callable[[], None]) -> bool:
+    """Run one check, and say how long it took and what was wrong."""
+    say(title)
+    begun = time.monotonic()
+    try:
+        check()
+    except (EngineCheckError, FetchError) as error:
+        say(f"FAILED {title}: {error}")
+        return False
+    finally:
+        say(f"  in all: {time.monotonic() - begun:.1f} s")
+    return True
+
+
+def say(line: str) -> None:
+    """Show a line at once."""
+    print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,27 +8,32 @@ of each expert of each layer can be told from every other.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
+import importlib
 import sys
 import time
 import types
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.engines.ranks import (
+    NUM_LOGICAL,
+    NUM_PHYSICAL,
+    NUM_RANKS,
+    SLOTS,
+    WIDTHS,
+    Interval,
+    Order,
+    RankPlace,
+    RankResult,
+    listen,
+    weights_of,
+)  # fmt: skip
 from tests.engines.stand_ins import init_logger, put_in_place
 
-NUM_LOGICAL, NUM_PHYSICAL, NUM_RANKS = 8, 12, 4
-SLOTS = NUM_PHYSICAL // NUM_RANKS
 LAYERS = {"target": 3, "drafter": 1}
-WIDTHS = (6, 4)
-"""Numbers of each tensor of an expert."""
 WINDOW_STEPS = 4
 INTERVAL_STEPS = 1 << 30
 
@@ -37,29 +42,6 @@ def loads_of(seed: int) -> dict[str, np.ndarray[Any, Any]]:
     """Tokens of each expert, by model. Shape (L, E), int64; a multiple of no number of ranks."""
     random = np.random.default_rng(seed)
     return {model: random.integers(100, 1000, (layers, NUM_LOGICAL)) * 2 + 1 for model, layers in LAYERS.items()}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
-    """Where a rank runs. modules: folder of the release's real modules."""
-
-    rank: int
-    release: str
-    modules: Path
-    rendezvous: Path
-    plugins: Path
-    is_async: bool
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult:
-    """A rank after one interval. maps: by model, shape (L, P). problem: what does not follow the map; empty = all does."""
-
-    maps: dict[str, np.ndarray[Any, Any]]
-    problem: str
-    seconds: float
-    said: list[str]
 
 
 class Model:
@@ -75,7 +57,10 @@ class Model:
         self.moe_layers: list[Any] = []
         first = [slot % NUM_LOGICAL for slot in range(rank * SLOTS, (rank + 1) * SLOTS)]
         self.expert_weights = [
-            [torch.stack([weights_of(name, layer, index, expert) for expert in first]) for index in range(len(WIDTHS))]
+            [
+                torch.stack([weights_of(list(LAYERS).index(name), layer, index, expert) for expert in first])
+                for index in range(len(WIDTHS))
+            ]
             for layer in range(self.num_moe_layers)
         ]
 
@@ -83,28 +68,10 @@ class Model:
         """Models keep views of the tables; here the state's own are looked at."""
 
 
-def weights_of(model: str, layer: int, index: int, expert: int) -> torch.Tensor:
-    """One tensor of an expert, unlike any other."""
-    start = (list(LAYERS).index(model) * 1000 + layer) * 1000 + index * 100 + expert
-    return torch.arange(WIDTHS[index], dtype=torch.float64) / 64 + start
-
-
-def serve(place: RankPlace, orders: Connection) -> None:
-    """Take part in the intervals that are ordered, until None is. What goes wrong is sent, as text."""
-    os.environ.update(place.environment)
-    said: list[str] = []
-    try:
-        state = _state(place, said)
-        orders.send("ready")
-        while (order := orders.recv()) is not None:
-            said.clear()
-            orders.send(_interval(place, state, order, said))
-    except Exception as error:
-        logging.getLogger(__name__).exception("rank %d", place.rank)
-        orders.send(f"rank {place.rank} failed: {type(error).__name__}: {error}")
-    if dist.is_initialized():
-        orders.close()
-        os._exit(0)  # threads of the engine wait without a time-out
+def start(place: RankPlace, said: list[str]) -> Interval:
+    """The engine of one rank."""
+    state = _state(place, said)
+    return lambda order: _interval(place, state, order, said)
 
 
 def _state(place: RankPlace, said: list[str]) -> Any:
@@ -146,13 +113,9 @@ def _state(place: RankPlace, said: list[str]) -> Any:
             "vllm.distributed.nixl_utils": {"NixlWrapper": None},
         },
     )
-    _listen(said)
+    listen(said, "vllm.eplb_adviser", "vllm.distributed.eplb.async_worker")
     sys.path.insert(0, str(place.plugins))
-    from vllm.plugins import load_general_plugins  # type: ignore[import-not-found]
-
-    load_general_plugins()
-    from vllm.distributed.eplb.eplb_state import EplbState  # type: ignore[import-not-found]
-
+    importlib.import_module("vllm.plugins").load_general_plugins()
     balancer = types.SimpleNamespace(
         window_size=WINDOW_STEPS, step_interval=INTERVAL_STEPS, use_async=place.is_async, policy="default",
         communicator="torch_gloo", log_balancedness_interval=1, log_balancedness=False, migration_batching_enabled=False,
@@ -160,7 +123,7 @@ def _state(place: RankPlace, said: list[str]) -> Any:
     parallel = types.SimpleNamespace(
         eplb_config=balancer, enable_elastic_ep=False, data_parallel_size=NUM_RANKS, num_ubatches=1
     )
-    state = EplbState(parallel, torch.device("cpu"))
+    state = importlib.import_module("vllm.distributed.eplb.eplb_state").EplbState(parallel, torch.device("cpu"))
     state.device_index = state.cuda_device_index = 0
     for name in LAYERS:
         config = types.SimpleNamespace(model=name, compute_hash=lambda name=name: name)
@@ -175,22 +138,10 @@ def _release(place: RankPlace) -> tuple[int, ...]:
     return tuple(int(part) for part in place.release.split(".")[:2])
 
 
-def _listen(said: list[str]) -> None:
-    class Listener(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    for name in ("vllm.eplb_adviser", "vllm.distributed.eplb.async_worker"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(Listener())
-        logger.propagate = False
-
-
-def _interval(place: RankPlace, state: Any, order: tuple[str, int], said: list[str]) -> RankResult:
+def _interval(place: RankPlace, state: Any, order: Order, said: list[str]) -> RankResult:
     """One rebalancing interval: this rank's part of the load, then what the engine does at its end."""
     kind, seed = order
-    start = time.monotonic()
+    begun = time.monotonic()
     if kind == "profile":
         state.step(is_profile=True)
     else:
@@ -201,7 +152,7 @@ def _interval(place: RankPlace, state: Any, order: tuple[str, int], said: list[s
             state.step(is_dummy=True)
             if time.monotonic() > deadline:
                 return RankResult(maps={}, problem="the engine's worker did not finish in 60 s", seconds=60.0, said=list(said))
-    seconds = time.monotonic() - start
+    seconds = time.monotonic() - begun
     maps = {name: model.physical_to_logical_map.numpy().copy() for name, model in state.model_states.items()}
     problem = next(filter(None, (_problem(place.rank, name, model) for name, model in state.model_states.items())), "")
     return RankResult(maps=maps, problem=problem, seconds=seconds, said=list(said))
@@ -228,7 +179,7 @@ def _problem(rank: int, name: str, model: Any) -> str:
             expert = row[rank * SLOTS + slot]
             for index in range(len(WIDTHS)):
                 held = model.model.expert_weights[layer][index][slot]
-                if not torch.equal(held, weights_of(name, layer, index, expert)):
+                if not torch.equal(held, weights_of(list(LAYERS).index(name), layer, index, expert)):
                     where = f"{name} layer {layer} rank {rank} slot {slot} tensor {index}"
                     return f"{where} is not that of expert {expert}: {held.tolist()}"
         for expert in range(NUM_LOGICAL):

@@ -244,12 +244,13 @@ def test_while_vllm_changes_its_size_its_own_policy_answers(build: Callable[...,
     stock = (np.arange(P) + 1) % E
     grown = NOW.astype(np.int64)
     grown[:, -3:] = -1
-    for old, facts in (
+    cases: list[tuple[np.ndarray[Any, Any] | None, dict[str, Any]]] = [
         (grown, {}),  # scaling up: slots of new ranks are empty
         (linear_map(L, E, 2 * P), {}),  # scaling down: fewer slots are asked for than there are
         (NOW, {"num_ranks": 3}),
         (None, {}),  # a new worker of 0.14 to 0.16
-    ):
+    ]
+    for old, facts in cases:
         rows = engine.call(LOAD, old, **facts)
         assert rows.tolist() == [stock.tolist()] * L
     assert engine.questions == []

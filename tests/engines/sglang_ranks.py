@@ -1,0 +1,183 @@
+"""One rank of SGLang's real expert location and its updater, with our plug-in loaded by SGLang's own loader of plug-ins.
+
+Real: all of `sglang.srt.eplb` that is imported here (metadata, updater, algorithms) and `sglang.srt.plugins`. Stood in for: the
+runtime context (settings), process groups (gloo), the model's shape. Layer 0 is dense.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from eplb_service.formats.sglang_map import map_bytes
+from eplb_service.ids import RankId
+from eplb_service.placement import Table
+from tests.adviser_doubles import shuffled_map
+from tests.engines.ranks import (
+    NUM_LOGICAL,
+    NUM_PHYSICAL,
+    NUM_RANKS,
+    SLOTS,
+    WIDTHS,
+    Interval,
+    Order,
+    RankPlace,
+    RankResult,
+    listen,
+    weights_of,
+)  # fmt: skip
+from tests.engines.stand_ins import put_in_place
+
+MODEL = "model"
+NUM_LAYERS = 4
+MOE_LAYERS = (1, 2, 3)
+STEPS = 3
+
+
+def loads_of(seed: int) -> npt.NDArray[np.int64]:
+    """Tokens of each expert in each step, all ranks together; layer 0 has none. Shape (steps, L, E)."""
+    loads = np.random.default_rng(seed).integers(10, 100, (STEPS, NUM_LAYERS, NUM_LOGICAL)) * 2 + 1
+    loads[:, 0] = 0
+    return loads
+
+
+def file_map(seed: int) -> npt.NDArray[np.int32]:
+    """What the engine is started with by a file of ours: MoE layers of shape (3, P)."""
+    return shuffled_map(seed, len(MOE_LAYERS), NUM_LOGICAL, NUM_PHYSICAL, NUM_RANKS)
+
+
+def start(place: RankPlace, said: list[str]) -> Interval:
+    """The engine of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{place.rendezvous}", rank=place.rank, world_size=NUM_RANKS)
+    group = types.SimpleNamespace(cpu_group=dist.new_group(backend="gloo"))
+    moe = types.SimpleNamespace(
+        eplb_algorithm="deepseek", ep_num_redundant_experts=NUM_PHYSICAL - NUM_LOGICAL, ep_dispatch_algorithm="static",
+        moe_a2a_backend="deepep", ep_join_mode=None, init_expert_location="trivial",
+    )  # fmt: skip
+    parallel = types.SimpleNamespace(
+        ep_size=NUM_RANKS, nnodes=1, elastic_ep_initial_size=None, tp_rank=place.rank, tp_size=NUM_RANKS, pp_rank=0, pp_size=1,
+        ep_join_rank_offset=0,
+    )  # fmt: skip
+    resources = types.SimpleNamespace(expert_location_metadata=None)
+    unset = types.SimpleNamespace(get=lambda: None)
+    elastic = type("ElasticEPStateManager", (), {"instance": staticmethod(lambda: None)})
+    if importlib.util.find_spec("einops") is None:
+        sys.modules["einops"] = types.ModuleType("einops")  # used for metrics only
+    put_in_place(
+        place.modules,
+        "sglang",
+        place.release,
+        {
+            "sglang.srt.runtime_context": {
+                "get_exec": lambda: types.SimpleNamespace(moe=moe),
+                "get_parallel": lambda: parallel,
+                "get_device": lambda: types.SimpleNamespace(device="cpu"),
+                "get_resources": lambda: resources,
+                "get_model": lambda: types.SimpleNamespace(model_path="org/Model"),
+            },
+            "sglang.srt.environ": {
+                "envs": types.SimpleNamespace(
+                    SGLANG_PLUGINS=unset,
+                    SGLANG_PLATFORM=unset,
+                    SGLANG_EPLB_P2P_BATCH_CHUNK_SIZE=types.SimpleNamespace(get=lambda: 32),
+                )
+            },
+            "sglang.srt.elastic_ep.elastic_ep": {
+                "ElasticEPStateManager": elastic,
+                "elastic_expanded_world_enabled": lambda: False,
+            },
+            "sglang.srt.utils": {"get_bool_env_var": lambda _name: False},
+            "sglang.srt.distributed.parallel_state": {"get_tp_group": lambda: group},
+            "sglang.srt.model_loader": {"get_model_architecture": lambda _config: (_ModelClass, "")},
+        },
+    )
+    listen(said, "sglang.eplb_adviser")
+    sys.path.insert(0, str(place.plugins))
+    importlib.import_module("sglang.srt.plugins").load_plugins()
+    updater = importlib.import_module("sglang.srt.eplb.expert_location_updater").ExpertLocationUpdater()
+    engine = _Engine(place, importlib.import_module("sglang.srt.eplb.expert_location"), updater, moe)
+    return lambda order: engine.interval(order, said)
+
+
+class _ModelClass:
+    """The model's class as the metadata asks it."""
+
+    @staticmethod
+    def get_model_config_for_expert_location(_config: object) -> Any:
+        """Its shape."""
+        location = importlib.import_module("sglang.srt.eplb.expert_location")
+        return location.ModelConfigForExpertLocation(num_layers=NUM_LAYERS, num_logical_experts=NUM_LOGICAL, num_groups=None)
+
+
+class _Engine:
+    """The steps that SGLang's manager takes at a rebalance, with its own code for each."""
+
+    def __init__(self, place: RankPlace, location: Any, updater: Any, moe: Any) -> None:
+        self._place, self._location, self._updater, self._moe = place, location, updater, moe
+        self._config = types.SimpleNamespace(hf_config=None)
+        self._weights: dict[int, list[torch.Tensor]] = {}
+
+    def interval(self, order: Order, said: list[str]) -> RankResult:
+        kind, seed = order
+        begun = time.monotonic()
+        logical_count = torch.from_numpy(loads_of(seed) if kind != "idle" else np.zeros_like(loads_of(0)))
+        if kind == "first":  # as `--init-expert-location` with counts: there is no map yet
+            self._load(self._location.ExpertLocationMetadata.init_by_eplb(self._config, logical_count))
+        elif kind == "file":
+            self._moe.init_expert_location = str(self._written(seed))
+            self._load(self._location.compute_initial_expert_location_metadata(self._config, self._place.rank))
+        else:
+            target = self._location.ExpertLocationMetadata.init_by_eplb(self._config, logical_count)
+            missing = self._updater.update(self._weights, target, list(MOE_LAYERS), nnodes=1, rank=self._place.rank)
+            assert not missing
+        seconds = time.monotonic() - begun
+        metadata = self._location.get_global_expert_location_metadata()
+        rows = metadata.physical_to_logical_map_cpu.numpy()[list(MOE_LAYERS)].copy()
+        return RankResult(maps={MODEL: rows}, problem=self._problem(metadata), seconds=seconds, said=list(said))
+
+    def _written(self, seed: int) -> Path:
+        """A placement file of ours, as `eplb plan` writes it for SGLang."""
+        table = Table(
+            model=MODEL, num_logical=NUM_LOGICAL, layer_ids=MOE_LAYERS, rank_ids=tuple(map(RankId, range(NUM_RANKS))),
+            physical_to_logical=file_map(seed),
+        )  # fmt: skip
+        path = self._place.rendezvous.parent / f"placement-{self._place.rank}.json"
+        path.write_bytes(map_bytes(table, NUM_LAYERS))
+        return path
+
+    def _load(self, metadata: Any) -> None:
+        """The model's loader: each slot gets the weights of the expert that the map names."""
+        self._location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
+        first = self._place.rank * SLOTS
+        for layer in MOE_LAYERS:
+            held = metadata.physical_to_logical_map_cpu[layer, first : first + SLOTS].tolist()
+            self._weights[layer] = [
+                torch.stack([weights_of(0, layer, index, expert) for expert in held]) for index in range(len(WIDTHS))
+            ]
+
+    def _problem(self, metadata: Any) -> str:
+        for layer in MOE_LAYERS:
+            row = metadata.physical_to_logical_map_cpu[layer].tolist()
+            for slot in range(SLOTS):
+                expert = row[self._place.rank * SLOTS + slot]
+                for index in range(len(WIDTHS)):
+                    if not torch.equal(self._weights[layer][index][slot], weights_of(0, layer, index, expert)):
+                        return (
+                            f"layer {layer} rank {self._place.rank} slot {slot} tensor {index} is not that of expert {expert}"
+                        )
+            for expert in range(NUM_LOGICAL):
+                slots = [slot for slot, there in enumerate(row) if there == expert]
+                sent_to = int(metadata.logical_to_rank_dispatch_physical_map[layer, expert])
+                if sent_to not in slots:
+                    return f"layer {layer}: tokens of expert {expert} go to slot {sent_to}; it is in {slots}"
+        return ""
