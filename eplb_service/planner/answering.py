@@ -249,11 +249,11 @@ class Answering(Steering):
                 return decision  # else it was begun for an earlier question, under another map
 
     def _too_slow(self) -> str:
-        ttl_s = self.deployment.context.config.planning.proposal_ttl_s
-        return (
-            "planning takes longer than the engine waits: raise its deadline or lower planning.effort; the plan is kept for a"
-            f" question within {ttl_s:.0f} s (planning.proposal_ttl_s) that comes with the same map"
-        )
+        ttl_s, interval_s = self.deployment.context.config.planning.proposal_ttl_s, self.advised.questions.interval_s
+        kept = f"the plan is kept for a question with the same map within {ttl_s:.0f} s (planning.proposal_ttl_s)"
+        if interval_s is not None and interval_s > ttl_s:
+            kept = f"the engine asks every {interval_s:.0f} s, and the plan is too old by then (planning.proposal_ttl_s)"
+        return f"planning takes longer than the engine waits: raise its deadline or lower planning.effort; {kept}"
 
     async def _planned(self) -> Decision:
         async with self.deployment.planning:
