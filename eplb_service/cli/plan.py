@@ -29,7 +29,7 @@ TABLE = Path("-")
 COUNT = click.IntRange(min=0)
 
 FLEET = (
-    *("ranks", "slots_per_rank", "nodes", "nics", "capacity", "base_load", "dead_ranks", "unusable_slots"),
+    *("ranks", "slots_per_rank", "nodes", "nics", "capacity", "base_load", "dead_ranks", "unusable_slots", "fill_slots"),
     *("dispatch", "max_replicas", "expert_bytes"),
 )
 CONSTRAINTS = ("groups", "soft_groups", "resilient", "pins", "bars")
@@ -135,6 +135,11 @@ DRY_RUN = {"policy", "output", *GROUPS["Dry run on a planner (without --load)"]}
     multiple=True,
     metavar="RANK:SLOT",
     help="Slot to leave empty (repeat for more).",
+)
+@click.option(
+    "--fill-slots",
+    is_flag=True,
+    help="Leave no other slot empty: the engine's tables know no empty slot. Always so with --out to an engine's file.",
 )
 @click.option(
     "--dispatch",
@@ -287,15 +292,14 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     from eplb_service.cli import plan_page  # noqa: PLC0415  (keeps `eplb plan --help` quick)
     from eplb_service.formats.placements import format_to_write  # noqa: PLC0415
     from eplb_service.offline.facts import facts_of  # noqa: PLC0415
-    from eplb_service.offline.fill import filled_plan  # noqa: PLC0415
     from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
     from eplb_service.offline.plan_document import plan_document  # noqa: PLC0415
 
     if options["pareto"] not in (None, TABLE):
         check_picture(options["pareto"])
     engine = None if options["out"] is None else format_to_write(options["out"])
-    if engine not in (None, "eplb") and moves_are_free(options):
-        options = {**options, "from_nothing": True}
+    if engine not in (None, "eplb"):
+        options = {**options, "fill_slots": True, "from_nothing": options["from_nothing"] or moves_are_free(options)}
     recording, source_loads = loads_of(load, options)
     together = together_of(recording, options)
     made = []
@@ -303,7 +307,6 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
         problem = problem_of(recording, source_loads, options, slots_per_rank=slots, together=together)
         against = "linear" if options["current"] is None else "current"
         plan = plan_offline(problem, policy=options["policy"], moves_against=against)
-        plan = plan if engine in (None, "eplb") else filled_plan(plan, engine)
         made.append((plan, facts_of(problem, plan.proposal, None if together is None else together.choices)))
     documents = [plan_document(plan, facts, recording) for plan, facts in made] if output == "json" else []
     if options["sweep_slots"] is not None:

@@ -48,7 +48,7 @@ def show_plan(plan: OfflinePlan, facts: PlanFacts, recording: LoadRecording, *, 
     print_table(title, ("", "imbalance"), rows)
     screen = console()
     screen.print(summary(problem, proposal))
-    for label, text in [*load_shown(recording), *facts_shown(plan, facts), *_filled(plan)]:
+    for label, text in [*load_shown(recording), *facts_shown(plan, facts)]:
         print_fact(label, text, width=FACT_WIDTH)
     dispatch = f" under {problem.dispatch.value} dispatch" if problem.dispatch != "even" else ""
     screen.print(f"solved in {proposal.solve_s:.3f} s; {LEGEND}{dispatch}", style="dim")
@@ -63,13 +63,6 @@ def load_shown(recording: LoadRecording) -> list[tuple[str, str]]:
     if not said:
         return []
     return [("load", f"{recording.source}, {recording.loads.shape[0]:,} windows: {'; '.join(said)}")]
-
-
-def _filled(plan: OfflinePlan) -> list[tuple[str, str]]:
-    if plan.filled is None:
-        return []
-    was = both(plan.filled.before.mean, plan.filled.before.worst)
-    return [("filled", f"{plan.filled.slots:,} slots left empty, as the engine's file cannot say; imbalance was {was}")]
 
 
 def summary(problem: PlanningProblem, proposal: Proposal) -> str:

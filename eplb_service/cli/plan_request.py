@@ -143,6 +143,7 @@ def constraints_of(options: Mapping[str, Any]) -> Constraints:
         num_groups=options["groups"],
         group_price=options["soft_groups"],
         unusable_slots=frozenset(options["unusable_slots"]),
+        fill_slots=options["fill_slots"],
         pinned=frozenset(options["pins"]),
         barred=frozenset(options["bars"]),
         resilience=options["resilient"],

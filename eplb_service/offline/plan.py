@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
-from eplb_service.imbalance import Imbalance
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Policy, Proposal
 from eplb_service.policy.limits import limits_of
@@ -27,26 +26,16 @@ PREFERRED_POLICIES = ("minmove", "greedy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """Slots that were filled after planning, and the imbalance that the plan had before."""
-
-    slots: int
-    before: Imbalance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OfflinePlan:
     """A verified plan and what it was made for.
 
     unprotected: the plan of the same problem without resilience, when it asks for that: the difference is its cost.
-    filled: what filling the slots that the policy left empty has cost, for an engine that has no empty ones.
     """
 
     proposal: Proposal
     problem: PlanningProblem
     moves_against: str
     unprotected: Proposal | None = None
-    filled: Filled | None = None
 
 
 def default_policy(problem: PlanningProblem) -> str:

@@ -67,9 +67,6 @@ def plan_document(
         "resilience_cost": _resilience_cost(plan),
         "left_undone": [] if proposal.costs is None else list(proposal.costs.kept_faults),
         "front": front_document(plan),
-        "filled": None
-        if plan.filled is None
-        else {"slots": plan.filled.slots, "imbalance_before": _imbalance(plan.filled.before)},
         "load": None if recording is None else recording_document(recording),
         "asked": _asked(problem),
     }
@@ -146,6 +143,7 @@ def _constraints(constraints: Constraints) -> dict[str, object]:
     return {
         "groups": constraints.num_groups,
         "soft_groups": constraints.group_price,
+        "fill_slots": constraints.fill_slots,
         "unusable_slots": [f"{rank}:{slot}" for rank, slot in sorted(constraints.unusable_slots)],
         "pins": _residencies(constraints.pinned),
         "bars": _residencies(constraints.barred),

@@ -65,6 +65,7 @@ class Schedule(NamedTuple):
     temperature_first, temperature_last: in moves. weight_first: moves for one fair height of overload; it rises over the first
     `ramp` of the steps by e^weight_rise; after that it is multiplied each block by 1 + rise or 1 - fall, and is at least
     weight_min. Shares of proposals, in 256ths, adding up: `swap`, `back`, `replace`; the rest shifts a replica.
+    empty: 16ths of the replacements that leave the slot empty; 0 = no slot is emptied.
     hot, changed: 256ths of first slots that are drawn from hot ranks; from changed slots (of the others).
     lower: look for the least height, not the least price.
     """
@@ -80,6 +81,7 @@ class Schedule(NamedTuple):
     swap: int
     back: int
     replace: int
+    empty: int
     hot: int
     changed: int
     lower: bool
@@ -173,18 +175,18 @@ def other_slot(layer: Layer, state: State, scratch: Scratch, slot: int, back: bo
 
 
 @inlined
-def propose_replacement(layer: Layer, state: State, scratch: Scratch, slot: int) -> int:
+def propose_replacement(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, slot: int) -> int:
     """A copy of another expert in the place of a spare one: of what was there, one of a hot rank, or any; or none at all."""
     old, home = state.expert_at[slot], layer.home[slot]
     bits = draw(scratch)
-    if bits >> 19 & 15 == 0:
+    if bits >> 19 & 15 < schedule.empty:
         new = -1
     elif bits >> 16 & 3 == 0 and home != old:
         new = int(home)
     else:
         hot = slot_of_hot_rank(scratch, bits) if bits >> 18 & 1 else -1
         new = int(state.expert_at[hot]) if hot >= 0 else pick(bits, layer.load.size)
-    if new == old:
+    if new == old or (new < 0 and schedule.empty == 0):
         return 0
     if new >= 0 and (state.count_on[layer.rank_of[slot], new] > 0 or state.copies[new] >= layer.copies_max[new]):
         return 0
@@ -285,7 +287,7 @@ def propose(layer: Layer, state: State, scratch: Scratch, schedule: Schedule, sl
     if old >= 0 and state.copies[old] <= layer.copies_min[old]:
         return 0
     if kind < schedule.swap + schedule.back + schedule.replace:
-        return propose_replacement(layer, state, scratch, slot)
+        return propose_replacement(layer, state, scratch, schedule, slot)
     return propose_shift(layer, state, scratch, slot)
 
 

@@ -73,6 +73,7 @@ class Constraints:
     group_price: None = groups are strict; else each replica off its group's node costs as much as this many moves.
     distinct_ranks: never two copies of an expert on one rank when it can be avoided.
     unusable_slots: (rank id, local slot) pairs that must stay empty.
+    fill_slots: every other slot holds an expert, where one may be there: the engine's tables know no empty slot.
     pinned: residencies that must be there; barred: residencies that must not.
     resilience: experts that must outlive a lost rank or node; None = nothing beyond coverage.
     max_moves, max_move_bytes: most residencies to move, and their bytes, in this plan; None = no limit.
@@ -85,6 +86,7 @@ class Constraints:
     group_price: float | None = None
     distinct_ranks: bool = True
     unusable_slots: frozenset[tuple[int, int]] = frozenset()
+    fill_slots: bool = False
     pinned: frozenset[ExpertOnRank] = frozenset()
     barred: frozenset[ExpertOnRank] = frozenset()
     resilience: Resilience | None = None

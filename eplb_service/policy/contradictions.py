@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.moves import residencies
+from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import FailureDomain, PlanningProblem
 
 if TYPE_CHECKING:
@@ -276,6 +277,12 @@ def _check_move_limits(problem: PlanningProblem, limits: Limits) -> None:
     if constraints.max_moves is not None and total > constraints.max_moves:
         raise InvalidInputError(
             f"{total} moves are needed for {what} but at most {constraints.max_moves} are allowed; raise max_moves"
+        )
+    empty = int(((problem.current.by_rank() == EMPTY_SLOT) & limits.usable).sum()) if constraints.fill_slots else 0
+    if constraints.max_moves is not None and empty > constraints.max_moves and not limits.bars.size:
+        raise InvalidInputError(
+            f"{empty} empty slots are to be filled, a move each, but at most {constraints.max_moves} moves are allowed; raise"
+            f" max_moves"
         )
     sizes = np.array(problem.expert_bytes or (0,) * needed.size, np.float64)
     if constraints.max_move_bytes is not None and float(needed @ sizes) > constraints.max_move_bytes:

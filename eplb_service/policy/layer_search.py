@@ -49,6 +49,7 @@ FEWEST = Schedule(
     swap=128,
     back=11,
     replace=106,
+    empty=1,
     hot=60,
     changed=210,
     lower=False,
@@ -249,6 +250,7 @@ class LayerSearch:
     ) -> Record:
         """One search, piece by piece until its steps or the time are over."""
         self._searches += 1
+        schedule = schedule._replace(empty=0) if self.task.full else schedule
         state = new_state(layer, slots, self._width)
         scratch = new_scratch(layer, self.moves_max, self.intake_max, seed_of(self.seed, self._searches))
         scratch.level[LIMIT] = limit

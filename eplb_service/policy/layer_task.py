@@ -43,7 +43,7 @@ class LayerTask:
     price: shape (R, E), float64: what it costs, in moves, that the rank holds the expert: 1 where it does not yet, plus the
     group price off the group's node.
     copies_min, copies_max: fewest and most copies of each expert, shape (E,), int64.
-    distinct: never two copies of an expert on one rank.
+    distinct: never two copies of an expert on one rank. full: no slot is left empty (see `Constraints.fill_slots`).
     spread: shape (E,), experts that must be on at least two failure domains. domain_of: domain of each rank, shape (R,).
     node_of: node index of each rank, shape (R,), int64.
     source_loads: shape (R, E), tokens that each rank sends, None = uniform sources; only nearest dispatch looks at it.
@@ -69,6 +69,7 @@ class LayerTask:
     source_loads: Float64Array | None = None
     layer_id: int = 0
     rank_ids: tuple[int, ...] = ()
+    full: bool = False
 
     @property
     def num_logical(self) -> int:
@@ -156,6 +157,7 @@ def _without_groups(problem: PlanningProblem, limits: Limits, layout: Layout, la
         source_loads=None if problem.source_loads is None else problem.source_loads[layer],
         layer_id=table.layer_ids[layer],
         rank_ids=table.rank_ids,
+        full=problem.constraints.fill_slots,
     )
     return _with_copies_bounded(task)
 

@@ -104,10 +104,42 @@ def row_faults(
                 if key not in known or not may_keep:
                     return f"{name}: {told}", ()
                 kept.append(f"{name}: {told}")
+        if problem.constraints.fill_slots and not (unchanged and may_keep):
+            open_slot = next((slot for slot in empty_slots(row, limits) if _is_open(layer, row, slot, problem, limits)), None)
+            if open_slot is not None:
+                return f"{name}: slot {open_slot} is empty, but the engine's tables know no empty slot", ()
         if not unchanged and has_strict_groups(problem) and (spread := _spread_group(row, problem)) is not None:
             groups = problem.constraints.num_groups
             return f"{name}: expert group {spread} of {groups} is spread over several nodes", ()
     return None, tuple(kept)
+
+
+def empty_slots(row: npt.NDArray[np.integer], limits: Limits) -> list[int]:
+    """Slots of a row, shape (P,), that are usable and hold nothing, ascending."""
+    slots: list[int] = np.flatnonzero((np.asarray(row) == EMPTY_SLOT) & limits.usable.reshape(-1)).tolist()
+    return slots
+
+
+def experts_that_may_join(
+    layer: int, row: npt.NDArray[np.integer], rank: int, problem: PlanningProblem, limits: Limits
+) -> npt.NDArray[np.bool_]:
+    """Experts of which a rank (its position) may take one more copy beside what a layer's row holds. Row: (P,). Shape (E,)."""
+    table = problem.current
+    held = residencies(row, num_ranks=table.num_ranks, num_logical=table.num_logical)
+    used = np.asarray(row)[np.asarray(row) != EMPTY_SLOT]
+    copies = np.bincount(used, minlength=table.num_logical)
+    barred = limits.marked(limits.bars, layer, table.num_logical)[rank]
+    may: npt.NDArray[np.bool_] = ~held[rank] & ~barred & (copies < limits.copies_max)
+    if has_strict_groups(problem):
+        nodes = np.array(problem.topology.node_indices)
+        elsewhere = held[nodes != nodes[rank]].any(axis=0).reshape(problem.constraints.num_groups or 1, -1).any(axis=1)
+        may &= ~np.repeat(elsewhere, table.num_logical // elsewhere.size)
+    return may
+
+
+def _is_open(layer: int, row: npt.NDArray[np.integer], slot: int, problem: PlanningProblem, limits: Limits) -> bool:
+    """Whether some expert may be in an empty slot."""
+    return bool(experts_that_may_join(layer, row, slot // problem.current.slots_per_rank, problem, limits).any())
 
 
 def _spread_group(row: npt.NDArray[np.int32], problem: PlanningProblem) -> int | None:

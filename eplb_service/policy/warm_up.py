@@ -21,6 +21,7 @@ from eplb_service.policy.base import (
     reduced_to_shape,
 )
 from eplb_service.policy.feasibility import check_feasible
+from eplb_service.policy.fill import filled
 from eplb_service.policy.verify import verify
 from eplb_service.topology import Topology
 
@@ -62,8 +63,11 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
     Raises InvalidInputError, before the policy is asked, when constraints contradict one another; else what the policy raises.
     """
     check_feasible(problem)
-    raw: RawPlan = policy.plan(reduced_to_shape(problem, load_shape_of(policy)))
-    return raw
+    reduced = reduced_to_shape(problem, load_shape_of(policy))
+    raw: object = policy.plan(reduced)
+    if problem.constraints.fill_slots and isinstance(raw, RawPlan):
+        return filled(reduced, raw)
+    return raw  # type: ignore[return-value]  # of foreign code: `verify` says what it is
 
 
 def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None:

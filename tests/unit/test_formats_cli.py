@@ -12,15 +12,8 @@ import torch
 import yaml
 
 from eplb_service.cli.root import run
-from eplb_service.dispatch import Dispatch
-from eplb_service.errors import InvalidInputError
 from eplb_service.formats.files import ids_text
-from eplb_service.offline.fill import filled_plan, filled_rows
-from eplb_service.offline.plan import OfflinePlan, fleet_topology, starting_table
 from eplb_service.placement import EMPTY_SLOT
-from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, RawPlan
-from eplb_service.policy.limits import limits_of
-from eplb_service.policy.verify import verify
 
 DENSE, LAYERS, E = 3, 7, 16
 SIZE = ("--ranks", "4", "--nodes", "2", "--slots-per-rank", "5")
@@ -164,84 +157,9 @@ def test_a_recording_is_kept_as_a_small_file_of_our_own(dump: Path, capsys: pyte
 # slots that a policy leaves empty
 
 
-def emptied(*, constraints: Constraints | None = None, from_nothing: bool = False, seed: int = 0) -> OfflinePlan:
-    """A plan in which the last slot of every rank is empty where another rank has its expert."""
-    loads = np.random.default_rng(seed).gamma(0.5, 100, (1, 2, 8))
-    topology = fleet_topology(num_ranks=4, nodes=2)
-    problem = PlanningProblem(
-        loads=loads,
-        topology=topology,
-        current=starting_table(num_layers=2, num_logical=8, topology=topology, slots_per_rank=4),
-        dispatch=Dispatch.EVEN,
-        constraints=constraints or Constraints(),
-        expert_bytes=(0, 0),
-        from_nothing=from_nothing,
-    )
-    rows = problem.current.physical_to_logical.copy()
-    rows[:, [11, 15]] = EMPTY_SLOT
-    proposal = verify(problem, RawPlan(physical_to_logical=rows), policy="test", solve_s=0.0)
-    return OfflinePlan(proposal=proposal, problem=problem, moves_against="linear")
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_empty_slots_get_the_copy_after_which_the_busiest_rank_has_least_to_do(seed: int) -> None:
-    plan = emptied(seed=seed, from_nothing=True)
-    made = filled_plan(plan, "SGLang")
-    assert made.filled is not None
-    assert made.filled.slots == 4
-    assert made.filled.before == plan.proposal.predicted
-    table = made.proposal.placement
-    assert not (table.physical_to_logical == EMPTY_SLOT).any()
-    for layer in range(2):
-        row = plan.proposal.placement.physical_to_logical[layer].copy()
-        for slot in (11, 15):
-            options = []
-            for expert in sorted(set(range(8)) - set(row[slot // 4 * 4 : slot // 4 * 4 + 4].tolist())):
-                tried = row.copy()
-                tried[slot] = expert
-                counts = np.bincount(tried[tried >= 0], minlength=8)
-                share = np.append(plan.problem.total_loads[layer] / counts, 0.0)
-                options.append((share[tried].reshape(4, 4).sum(axis=1).max(), expert))
-            best = min(height for height, _ in options)
-            chosen = int(table.physical_to_logical[layer, slot])
-            assert {expert: height for height, expert in options}[chosen] == pytest.approx(best)
-            row[slot] = chosen
-
-
-def test_filling_keeps_bars_groups_and_limits() -> None:
-    bars = frozenset(ExpertOnRank(expert, 3) for expert in (0, 1, 2))
-    made = filled_plan(emptied(constraints=Constraints(barred=bars)), "SGLang").proposal.placement
-    assert not set(made.by_rank()[:, 3].ravel().tolist()) & {0, 1, 2}
-    limited = emptied(constraints=Constraints(max_moves=0))
-    filled = filled_plan(limited, "SGLang")
-    assert filled.proposal.moves.experts == 0
-    assert np.array_equal(filled.proposal.placement.physical_to_logical, limited.problem.current.physical_to_logical)
-    limited = emptied(constraints=Constraints(max_replicas=2))
-    rows = filled_rows(limited.proposal.placement.physical_to_logical, limited.problem, limits_of(limited.problem))
-    assert max(np.bincount(row[row >= 0]).max() for row in rows) == 2
-    grouped = emptied(constraints=Constraints(num_groups=1))
-    assert filled_plan(filled_plan(grouped, "SGLang"), "SGLang").proposal == filled_plan(grouped, "SGLang").proposal
-
-
-def test_a_fill_that_the_limits_forbid_is_refused_with_what_to_do() -> None:
-    plan = emptied()
-    current = plan.problem.current.with_rows({layer: plan.proposal.placement.row(layer) for layer in (0, 1)})
-    problem = PlanningProblem(
-        loads=plan.problem.loads,
-        topology=plan.problem.topology,
-        current=current,
-        dispatch=Dispatch.EVEN,
-        constraints=Constraints(max_moves=3),
-        expert_bytes=(0, 0),
-    )
-    proposal = verify(problem, RawPlan(physical_to_logical=current.physical_to_logical), policy="test", solve_s=0.0)
-    with pytest.raises(
-        InvalidInputError, match=r"leaves 4 slots empty, files of SGLang .* raise the limits on moves, or write --out eplb"
-    ):
-        filled_plan(OfflinePlan(proposal=proposal, problem=problem, moves_against="current"), "SGLang")
-
-
-def test_a_plan_with_a_current_placement_says_what_filling_cost(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_for_an_engine_leaves_no_slot_empty_and_says_that_it_filled_some(
+    dump: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     table: Any = json.loads(said(capsys, "plan", "--load", str(dump), *SIZE, "--policy", "greedy", "--output", "json"))
     table["physical_to_logical"] = [
         [EMPTY_SLOT if row.count(expert) > 1 and row.index(expert) == slot else expert for slot, expert in enumerate(row)]
@@ -249,11 +167,10 @@ def test_a_plan_with_a_current_placement_says_what_filling_cost(dump: Path, caps
     ]
     Path("now.json").write_text(json.dumps(table))
     words = ("plan", "--load", str(dump), *SIZE, "--to", "now.json")
-    assert "filled" not in said(capsys, *words, "--out", "kept.json")
-    page = said(capsys, *words, "--out", "sglang:s.json")
-    empty = sum(row.count(EMPTY_SLOT) for row in table["physical_to_logical"])
-    assert empty > 0
-    assert f"{empty} slots left empty, as the engine's file cannot say; imbalance was" in page
+    assert any(EMPTY_SLOT in row for row in table["physical_to_logical"])
+    assert "(filled)" not in said(capsys, *words, "--out", "kept.json")
+    assert "(filled)" in said(capsys, *words, "--fill-slots")
+    assert "(filled)" in said(capsys, *words, "--out", "sglang:s.json")
     assert EMPTY_SLOT not in np.array(json.loads(Path("s.json").read_text())["physical_to_logical_map"])
 
 
