@@ -167,9 +167,23 @@ class AdvisedDeployment(Deployment):
         if self.engine is None or not self.engine.asker.fits(unfinished.placement):
             self.became(unfinished.stopped("not resumed by the new leader: the engine has other layers, ranks or slots now"))
             return
+        told, why = self._told_of(unfinished), self._why_not_resumed(unfinished)
+        if why:  # should the engine show it all the same, it counts
+            self.engine = dataclasses.replace(self.engine, lapsed=told)
+            self.became(unfinished.stopped(f"not resumed by the new leader: {why}"))
+            return
         self._log.info("advice.resumed", generation=unfinished.number, epoch=epoch)
-        self.engine = dataclasses.replace(self.engine, told=self._told_of(unfinished))
+        self.engine = dataclasses.replace(self.engine, told=told)
         self.outcomes.rollout_since_s = self.context.clock.monotonic()
+
+    def _why_not_resumed(self, generation: Generation) -> str:
+        """What speaks against telling what a predecessor published; empty when nothing does."""
+        if self.ledger.settings.paused:
+            return "the deployment is paused"
+        age_s, most_s = self.context.clock.wall() - generation.created_at_s, self.context.config.rollout.resume_age_s
+        if age_s > most_s and generation.policy != "rollback":  # an order stands
+            return f"it was decided {age_s:.0f} s ago (rollout.resume_age_s)"
+        return ""
 
     def _stored_engine(self) -> EngineState | None:
         data, live = self.ledger.advised, self.ledger.live
@@ -247,7 +261,7 @@ class AdvisedDeployment(Deployment):
         elif not knows_steps and proposer.given.horizon_steps is None:
             self._unpriced = UNKNOWN_STEPS
         given = GivenCosts() if self._unpriced else proposer.given
-        proposer = dataclasses.replace(proposer, planning=planning, given=given, layers_per_chunk_max=None)
+        proposer = dataclasses.replace(proposer, planning=planning, given=given, layers_per_chunk_max=None, fill_slots=True)
         self.context = dataclasses.replace(context, proposer=proposer)
 
     def _store_asker(self) -> None:

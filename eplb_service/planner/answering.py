@@ -158,7 +158,9 @@ class Answering(Steering):
         """What the engine is to be told. An order that was overtaken by another map ends here."""
         engine = self.advised.engine
         told = engine.told if engine is not None else None
-        if engine is None or told is None or told.times:
+        if engine is None or told is None or not self.advised.leads:
+            return None
+        if told.times:
             return told
         generation = self.deployment.ledger.generations[told.generation]
         previous = self.deployment.ledger.previous
@@ -219,7 +221,7 @@ class Answering(Steering):
         if num >= least:
             return None
         reason = (
-            f"keep: {num} questions were asked under the live map alone, {least} are needed to tell skew from chance"
+            f"keep: {num} of {least} questions were asked under the live map alone; fewer do not tell skew from chance"
             " (gate.min_sub_windows)"
         )
         return VerdictRecord(

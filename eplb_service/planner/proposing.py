@@ -22,7 +22,7 @@ from eplb_service.ids import LayerRef
 from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
-from eplb_service.placement import Placement, Table
+from eplb_service.placement import EMPTY_SLOT, Placement, Table
 from eplb_service.planner.forecasting import LoadForecast
 from eplb_service.planner.loads import dispatch_of, loads_of, sources_for_plans
 from eplb_service.policy.base import Effort, FrontPoint, PlanningProblem, Proposal
@@ -202,7 +202,10 @@ def priced(known: Known, given: GivenCosts, window: CombinedWindow, group: Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposer:
-    """Makes decisions. deadline_s: hard stop of one table's plan."""
+    """Makes decisions. deadline_s: hard stop of one table's plan.
+
+    fill_slots: plans leave no slot empty where the live placement has none.
+    """
 
     solver: Solver
     gate: GateConfig
@@ -210,6 +213,7 @@ class Proposer:
     planning: PlanningConfig
     deadline_s: float
     layers_per_chunk_max: int | None = None
+    fill_slots: bool = False
 
     async def propose(
         self,
@@ -233,13 +237,16 @@ class Proposer:
 
     def _problem(self, table: Table, window: CombinedWindow, group: Group, dispatch: Dispatch) -> PlanningProblem:
         planning, counted = self.planning, loads_of(window, table)
+        constraints = planning.constraints(max_replicas=group.replica_table_width)
+        if self.fill_slots and not (table.physical_to_logical == EMPTY_SLOT).any():
+            constraints = replace(constraints, fill_slots=True)
         return PlanningProblem(
             loads=counted.loads,
             source_loads=sources_for_plans(counted, window, group) if planning.sources and dispatch in SOURCED else None,
             topology=group.topology,
             current=table,
             dispatch=dispatch,
-            constraints=planning.constraints(max_replicas=group.replica_table_width),
+            constraints=constraints,
             expert_bytes=expert_bytes_of(table, group.expert_bytes),
             max_imbalance=planning.max_imbalance,
             front=planning.front,

@@ -73,7 +73,7 @@ def test_engine_asks_is_told_follows_and_its_generation_is_recorded_and_judged()
         async with planner(store) as (service, address), Engine(address) as engine:
             keeps = [await engine.ask(engine.skewed()) for _ in range(3)]
             assert [answer.move for answer in keeps] == [False] * 3
-            assert "3 questions were asked under the live map alone, 4 are needed" in keeps[-1].reason
+            assert "3 of 4 questions were asked under the live map alone" in keeps[-1].reason
             before = engine.rows
             told = await engine.ask(engine.skewed())
             assert (told.move, told.generation) == (True, 1)
@@ -276,6 +276,23 @@ def test_planner_that_starts_anew_goes_on_where_its_predecessor_was() -> None:
             engine.target = address
             async with engine:
                 assert (await engine.ask(engine.skewed())).generation == 3
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("shows", [True, False])
+def test_what_a_predecessor_decided_long_ago_is_not_told_but_counts_where_the_engine_shows_it(shows: bool) -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store) as (_, address), Engine(address, follows=shows) as engine:
+            await engine.ask_until_move(engine.skewed())
+        async with planner(store, rollout__resume_age_s="0") as (_, address):
+            engine.target = address
+            async with engine:
+                assert "rollout.resume_age_s" in (await generation(engine, 1)).stop_reason
+                answer = await engine.ask(engine.skewed())
+                assert (answer.move, answer.generation) == (False, int(shows))
+                assert (await generation(engine, 1)).state == (ACTIVE if shows else STOPPED)
 
     run(scenario())
 
