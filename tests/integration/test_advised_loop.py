@@ -19,7 +19,8 @@ from eplb_service.pb.v1 import admin_pb2, placement_pb2
 from eplb_service.planner import documents
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
-from eplb_service.policy.warm_up import warm_up_policy
+from eplb_service.policy.verify import verify
+from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.rpc.convert import registration_to_pb
 from eplb_service.rpc.convert_advice import advice_request_to_pb
 from eplb_service.store.memory import MemoryStore
@@ -386,6 +387,41 @@ def test_groups_of_the_engine_are_kept_on_their_nodes_unless_the_operator_says_o
     async def scenario() -> None:
         assert groups_split(await told()) == 0
         assert groups_split(await told(planning__num_groups="1")) > 0
+
+    run(scenario())
+
+
+class MinmoveSolver(InlineSolver):
+    """Plans as the solver's process does; `holes`: empty slots that the policy leaves where nothing forbids it."""
+
+    holes = 0
+
+    async def solve(self, problem: PlanningProblem, policy: str, deadline_s: float) -> Proposal:
+        free = dataclasses.replace(problem, constraints=dataclasses.replace(problem.constraints, fill_slots=False))
+        self.holes = int((run_policy(load_policy(policy), free).physical_to_logical < 0).sum())
+        raw = run_policy(load_policy(policy), problem)
+        return verify(problem, raw, policy=policy, solve_s=0.0)
+
+
+def test_engine_whose_map_has_no_empty_slot_is_told_none_and_one_that_has_some_may_be() -> None:
+    async def scenario() -> None:
+        solver = MinmoveSolver()
+        service = Service(config_of(planning__policy="minmove"), store=FlakyStore(), solver=solver)  # type: ignore[arg-type]
+        address = (await service.start()).address
+        load = np.round(np.exp(np.random.default_rng(0).normal(0, 0.8, (3, 16))) * 10_000)
+        try:
+            async with Engine(address, num_logical=16, slots=5, timeout_s=30.0) as engine:
+                told = await engine.ask_until_move(load)
+                assert solver.holes > 0  # else this shows nothing
+                assert told.rows is not None
+                assert (told.rows >= 0).all()
+            async with Engine(address, deployment="holed", num_logical=16, slots=5, timeout_s=30.0) as engine:
+                engine.rows[:, -1] = -1
+                told = await engine.ask_until_move(load)
+                assert told.rows is not None
+                assert (told.rows < 0).any()
+        finally:
+            await service.stop()
 
     run(scenario())
 
