@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.measuring import Measured, Peers, Row, peers_from_own_plans, peers_text, percent, proposal_of, share_of_slots
 from benchmarks.standard import drifted_load, problem_of, resampled, standard_load
 from eplb_service.placement import Table
-from eplb_service.policy.base import Effort, PlanningProblem, Proposal
+from eplb_service.policy.base import Constraints, Effort, PlanningProblem, Proposal
 
 NOISE_TOKENS = 2_000_000
 ROUNDING = 1e-9
@@ -43,6 +43,9 @@ def moves_row(target: float, effort: Effort, *, least: int, least_s: float, aim:
         if aim_effort is not effort and seed == 0:
             aimed, aimed_s, _ = planned_to(target, seed, aim_effort)
             text += f"; {aim_effort.value}: {moves_text(aimed, aimed_s, target)}"
+        if seed == 0:
+            spare, _, _ = planned_to(target, seed, effort, constraints=Constraints())
+            text += f"; {spare.moves.experts:,} where slots may stay empty"
         reached = not layers_over(aimed, target)
         return Measured(
             ours=text,

@@ -46,7 +46,10 @@ def problem_of(
     expert_bytes: int = 0,
     **asked: Any,
 ) -> PlanningProblem:
-    """A problem that starts from slot i = expert i % E, or from a table. Loads: shape (L, E), or (windows, L, E)."""
+    """A problem that starts from slot i = expert i % E, or from a table. Loads: shape (L, E), or (windows, L, E).
+
+    constraints: when none are given, every slot is filled, as in the plans of engines' planners.
+    """
     loads = loads if loads.ndim == 3 else loads[None]
     topology = Topology.regular(num_ranks=num_ranks, num_nodes=num_nodes)
     linear = Table.linear(
@@ -60,7 +63,7 @@ def problem_of(
         loads=loads,
         topology=topology,
         current=linear if current is None else current,
-        constraints=constraints or Constraints(),
+        constraints=constraints or Constraints(fill_slots=True),
         expert_bytes=(expert_bytes,) * loads.shape[1],
         time_limit_s=TIME_LIMIT_S,
         **asked,
