@@ -7,7 +7,7 @@ share, and one of them decides for all, whatever the others see later: all there
 
 from __future__ import annotations
 
-from datetime import timedelta
+import time
 from typing import Any, Protocol
 
 import torch.distributed
@@ -16,6 +16,8 @@ from agent.transfer.gloo import first_line
 
 TRIES = 3
 """A rank that starts slowly is there at the next call; one that never comes must not cost a wait at each."""
+POLL_S = 0.02
+"""Between looks. A store's own `wait` would keep other threads of the process from it."""
 ALL = "all"
 _dist: Any = torch.distributed
 
@@ -25,10 +27,6 @@ class SharedStore(Protocol):
 
     def set(self, key: str, value: str) -> None:
         """Write."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Block until all are there. Raises RuntimeError on time-out."""
         ...
 
     def check(self, keys: list[str]) -> bool:
@@ -56,19 +54,18 @@ def all_present(store: SharedStore, group: str, *, attempt: int, rank: int, size
     """
     key = f"eplb-adviser/{group}/{attempt}"
     keys = [f"{key}/{other}" for other in range(size)]
+    deadline = time.monotonic() + timeout_s
     try:
         store.set(keys[rank], "here")
-        try:
-            store.wait(keys, timedelta(seconds=timeout_s))
-            found = ALL
-        except RuntimeError:
-            missing = [other for other in range(size) if not store.check([keys[other]])]
-            found = (
-                f"the adviser is not on in rank {', '.join(map(str, missing[:4]))} of {size} after {timeout_s:g} s;"
-                " install eplb-service and set EPLB_ADVISER on every node"
-                if missing
-                else ALL
-            )
+        while not (all_here := store.check(keys)) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        missing = [] if all_here else [other for other in range(size) if not store.check([keys[other]])]
+        found = (
+            f"the adviser is not on in rank {', '.join(map(str, missing[:4]))} of {size} after {timeout_s:g} s;"
+            " install eplb-service and set EPLB_ADVISER on every node"
+            if missing
+            else ALL
+        )
         decided = store.compare_set(f"{key}/decided", "", found).decode()
     except RuntimeError as error:
         return f"the ranks' store failed: {first_line(error)}"
