@@ -23,13 +23,16 @@ from eplb_service.planner import documents
 from eplb_service.planner.asked import Asked, QuestionWatch, group_of, groups_kept, report_of
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.deployment import Deployment
-from eplb_service.planner.proposing import Known
+from eplb_service.planner.proposing import Decision, Known
 from eplb_service.rollout.events import Finished, LiveChanged, Outcome
 from eplb_service.telemetry import DeploymentGauges
 from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refusal, Refused
 from eplb_service.window.windows import Windows
 
 SILENT_INTERVALS = 3.0
+FRESH_INTERVALS = 1.5
+"""Intervals that a proposal may be old, where that is longer than `planning.proposal_ttl_s`: load comes once an interval."""
+
 SILENT_S = 30.0
 """Without a question for so many of its intervals, and so many seconds, an engine is waited for."""
 
@@ -124,6 +127,20 @@ class AdvisedDeployment(Deployment):
         if self.engine is None or not self._num_served:
             return None
         return self.load.windows.combine(min(self.num_windows, self._num_served), live_digest=self.engine.live.digest)
+
+    @property
+    def proposal_ttl_s(self) -> float:
+        """How old a proposal may be: so that one which came too late for its question can be the answer to the next."""
+        return max(self.context.config.planning.proposal_ttl_s, FRESH_INTERVALS * (self.questions.interval_s or 0.0))
+
+    def why_stale(self, decision: Decision) -> str:
+        """Why a proposal must not be published any more; empty while it may."""
+        age_s = self.context.clock.monotonic() - decision.made_at_s
+        if self.live is None or self.live.digest != decision.live_digest:
+            return "the proposal was made for another live map than there is now"
+        if age_s > self.proposal_ttl_s:
+            return f"the proposal is {age_s:.0f} s old, at most {self.proposal_ttl_s:.0f} s are allowed"
+        return ""
 
     @property
     def num_windows(self) -> int:

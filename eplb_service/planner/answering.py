@@ -22,6 +22,7 @@ from eplb_service.ids import GenerationNumber
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.planner.advised import AdvisedDeployment
 from eplb_service.planner.documents import VerdictRecord
+from eplb_service.planner.loads import imbalance_under
 from eplb_service.planner.proposing import Choice, Decision
 from eplb_service.planner.publishing import publish
 from eplb_service.planner.steering import Steering
@@ -235,7 +236,7 @@ class Answering(Steering):
     async def _decision(self, ends_at_s: float) -> Decision:
         """A plan from the last questions, or the one that was not ready for the last question. Raises DeadlineError, …"""
         ready, self._ready = self._ready, None
-        if ready is not None and not self.deployment.why_stale(ready):
+        if ready is not None and not self.deployment.why_stale(ready) and self._still_holds(ready):
             return ready
         while True:
             if self._plan is None:
@@ -250,12 +251,22 @@ class Answering(Steering):
             if decision.live_digest == (live.digest if (live := self.deployment.live) is not None else 0):
                 return decision  # else it was begun for an earlier question, under another map
 
+    def _still_holds(self, decision: Decision) -> bool:
+        """Whether what was decided for an earlier question goes for the load of this one: half of its gain at least is there."""
+        if not decision.verdict.move:
+            return True
+        window, live, group = self.advised.window(), self.deployment.live, self.deployment.group
+        if window is None or live is None or group is None:
+            return False
+        now = imbalance_under(window, live.placement, group)
+        then = imbalance_under(window, decision.target, group)
+        return now.mean - then.mean >= (decision.before.mean - decision.predicted.mean) / 2
+
     def _too_slow(self) -> str:
-        ttl_s, interval_s = self.deployment.context.config.planning.proposal_ttl_s, self.advised.questions.interval_s
-        kept = f"the plan is kept for a question with the same map within {ttl_s:.0f} s (planning.proposal_ttl_s)"
-        if interval_s is not None and interval_s > ttl_s:
-            kept = f"the engine asks every {interval_s:.0f} s, and the plan is too old by then (planning.proposal_ttl_s)"
-        return f"planning takes longer than the engine waits: raise its deadline or lower planning.effort; {kept}"
+        return (
+            "planning takes longer than the engine waits; the plan is kept for the next question, if it comes with the same map"
+            f" within {self.advised.proposal_ttl_s:.0f} s; raise the engine's deadline, or lower planning.effort, to plan in time"
+        )
 
     async def _planned(self) -> Decision:
         async with self.deployment.planning:

@@ -359,11 +359,33 @@ def test_plan_that_takes_longer_than_the_engine_waits_is_kept_for_the_next_quest
                 answer = await engine.ask_often(engine.skewed(), 4)
                 assert not answer.move
                 assert "planning takes longer than the engine waits" in answer.reason
-                assert "planning.proposal_ttl_s" in answer.reason
+                assert "the plan is kept for the next question" in answer.reason
                 solver.go.set()
                 engine.timeout_s = 5.0
                 assert (await engine.ask(engine.skewed())).generation == 1
                 assert solver.num_plans == 1
+        finally:
+            await service.stop()
+
+    run(scenario())
+
+
+def test_kept_plan_is_not_told_under_another_load() -> None:
+    async def scenario() -> None:
+        solver = SlowSolver()
+        service = Service(config_of(), store=FlakyStore(), solver=solver)  # type: ignore[arg-type]
+        address = (await service.start()).address
+        try:
+            async with Engine(address, timeout_s=0.5) as engine:
+                await engine.ask_often(engine.skewed(), 4)
+                solver.go.set()
+                await engine.admin.Plan(admin_pb2.PlanRequest(deployment=engine.deployment), timeout=5)  # comes after it
+                engine.timeout_s = 5.0
+                answer = await engine.ask(100 * engine.skewed(5))
+                assert solver.num_plans == 3  # planned anew
+                assert answer.generation == 1
+                assert answer.rows is not None
+                assert (answer.rows == 5).sum() > (answer.rows == 0).sum()
         finally:
             await service.stop()
 
