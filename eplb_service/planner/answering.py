@@ -22,7 +22,7 @@ from eplb_service.ids import GenerationNumber
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.planner.advised import AdvisedDeployment
 from eplb_service.planner.documents import VerdictRecord
-from eplb_service.planner.loads import imbalance_under
+from eplb_service.planner.plans_in_time import PlansInTime
 from eplb_service.planner.proposing import Choice, Decision
 from eplb_service.planner.publishing import publish
 from eplb_service.planner.steering import Steering
@@ -44,9 +44,8 @@ class Answering(Steering):
         self.advised = deployment
         self._turn = asyncio.Lock()
         self._last: Advice | None = None
-        self._plan: asyncio.Task[Decision] | None = None
-        self._ready: Decision | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._plans = PlansInTime(deployment, lambda work: self._own(work, "plan"))
         self._log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name, advised=True)
 
     def start(self) -> None:
@@ -199,7 +198,7 @@ class Answering(Steering):
         if early is not None:
             deployment.record_verdict(early)
             return early
-        decision = await self._decision(ends_at_s)
+        decision = await self._plans.decision(ends_at_s)
         verdict = self._verdict(decision)
         deployment.record_verdict(verdict)
         deployment.last_error = ""
@@ -232,52 +231,6 @@ class Answering(Steering):
             decided_at_s=self.deployment.context.clock.wall(),
             numbers={"sub_windows": float(num), "min_sub_windows": float(least)},
         )
-
-    async def _decision(self, ends_at_s: float) -> Decision:
-        """A plan from the last questions, or the one that was not ready for the last question. Raises DeadlineError, …"""
-        ready, self._ready = self._ready, None
-        if ready is not None and not self.deployment.why_stale(ready) and self._still_holds(ready):
-            return ready
-        while True:
-            if self._plan is None:
-                self._plan = self._own(self._planned(), "plan")
-            plan = self._plan
-            done, _ = await asyncio.wait({plan}, timeout=max(0.0, ends_at_s - self._now()))
-            if not done:
-                plan.add_done_callback(self._keep_plan)
-                raise EnvironmentFault(self._too_slow())
-            self._plan = self._ready = None
-            decision = plan.result()
-            if decision.live_digest == (live.digest if (live := self.deployment.live) is not None else 0):
-                return decision  # else it was begun for an earlier question, under another map
-
-    def _still_holds(self, decision: Decision) -> bool:
-        """Whether what was decided for an earlier question goes for the load of this one: half of its gain at least is there."""
-        if not decision.verdict.move:
-            return True
-        window, live, group = self.advised.window(), self.deployment.live, self.deployment.group
-        if window is None or live is None or group is None:
-            return False
-        now = imbalance_under(window, live.placement, group)
-        then = imbalance_under(window, decision.target, group)
-        return now.mean - then.mean >= (decision.before.mean - decision.predicted.mean) / 2
-
-    def _too_slow(self) -> str:
-        return (
-            "planning takes longer than the engine waits; the plan is kept for the next question, if it comes with the same map"
-            f" within {self.advised.proposal_ttl_s:.0f} s; raise the engine's deadline, or lower planning.effort, to plan in time"
-        )
-
-    async def _planned(self) -> Decision:
-        async with self.deployment.planning:
-            return await self.deployment.decide(self.deployment.ledger.settings.policy)
-
-    def _keep_plan(self, plan: asyncio.Task[Decision]) -> None:
-        """A plan that came too late for its question."""
-        if self._plan is plan:
-            self._plan = None
-            if not plan.cancelled() and plan.exception() is None:
-                self._ready = plan.result()
 
     async def _publish(self, decision: Decision, verdict: VerdictRecord) -> None:
         """Store a generation: then it is what the engine is to be told."""
