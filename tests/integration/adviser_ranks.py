@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ from tests.adviser_doubles import linear_map
 
 NUM_LAYERS, NUM_LOGICAL, SLOTS = 3, 8, 6
 WAIT_S = 60.0
-POINTS = ("row_of", "check_rows", "build", "all_reduce 1", "all_reduce 2", "all_reduce 3", "all_reduce 4")
-"""Where a rank can be told to fail."""
+POINTS = ("row_of", "check_rows", "build")
+"""Where a rank can be told to fail; and in its n-th collective, as `all_reduce n`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One call of the balancer. load: shape (L, E). fail_at: one of POINTS, on the rank that gets it."""
+    """One call of the balancer. load: shape (L, E). fail_at: one of POINTS or `all_reduce n`, on the rank that gets it."""
 
     load: npt.NDArray[np.float64]
     fail_at: str = ""
@@ -59,13 +60,14 @@ class RankOf:
     socket: Path
     deployment: str
     timeout_s: float
+    group_timeout_s: float
 
 
 def serve(place: RankOf, orders: Connection) -> None:
     """A rank's process: calls as they are ordered, until None is."""
     logging.basicConfig(level=logging.INFO)
     dist.init_process_group("gloo", init_method=f"file://{place.rendezvous}", rank=place.rank, world_size=place.num_ranks)
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=place.group_timeout_s))
     config = AdviserConfig(socket_path=str(place.socket), deployment=place.deployment, timeout_s=place.timeout_s)
     adviser = Adviser(config, logging.getLogger("adviser"))
     rows = linear_map(NUM_LAYERS, NUM_LOGICAL, SLOTS * place.num_ranks)
@@ -159,7 +161,13 @@ class Ranks:
 
 @contextmanager
 def ranks_up(
-    folder: Path, socket: Path, *, num_ranks: int = 2, deployment: str = "engine", timeout_s: float = 2.0
+    folder: Path,
+    socket: Path,
+    *,
+    num_ranks: int = 2,
+    deployment: str = "engine",
+    timeout_s: float = 2.0,
+    group_timeout_s: float = 60.0,
 ) -> Iterator[Ranks]:
     """Ranks that have met; killed with the block."""
     context = multiprocessing.get_context("forkserver")
@@ -169,7 +177,7 @@ def ranks_up(
         ours, theirs = context.Pipe()
         place = RankOf(
             rank=rank, num_ranks=num_ranks, rendezvous=folder / "rendezvous", socket=socket, deployment=deployment,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s, group_timeout_s=group_timeout_s,
         )  # fmt: skip
         process = context.Process(target=serve, args=(place, theirs), daemon=True)
         process.start()

@@ -299,6 +299,18 @@ def test_models_of_one_engine_are_told_apart_by_their_layers(build: Callable[...
     assert [question.deployment for question in engine.questions] == ["vllm", "vllm.1-layers"] * 2
 
 
+def test_an_engine_that_did_not_go_where_it_was_told_says_so_in_its_next_question(build: Callable[..., Engine]) -> None:
+    """vllm-ascend#4417: a rebalance that is acknowledged and changes nothing. The map in the question is the one routed by."""
+    engine = build()
+    engine.answer = lambda question: advice(question, THEN, generation=2)
+    engine.call(LOAD, NOW)
+    engine.call(LOAD, NOW)
+    engine.call(LOAD, THEN)
+    assert [question.digest for question in engine.questions] == [map_digest(NOW), map_digest(NOW), map_digest(THEN)]
+    assert [question.sequence for question in engine.questions] == [1, 2, 3]
+    assert len({question.origin for question in engine.questions}) == 1
+
+
 def vllm_config(model: str, *, drafter: bool) -> Any:
     def space(**values: Any) -> Any:
         return type("Space", (), values)()
