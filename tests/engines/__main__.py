@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tests.engines import sglang_check, vllm_check
+from tests.engines import sglang_check, vllm_check, whole_check
 from tests.engines.ranks import EngineCheckError
 from tests.engines.wheels import CACHE, FetchError
 
@@ -29,6 +29,10 @@ def main() -> int:
         failed += not passed(f"vLLM {release}, asynchronous", partial(vllm_check.check, release, is_async=True, say=say))
     for release in chosen.vllm[:1]:
         failed += not passed(f"vLLM {release}, adviser off on one rank", partial(vllm_check.check_half_on, release, say=say))
+        failed += not passed(
+            f"vLLM {release}, with a real agent process and planner",
+            partial(whole_check.check, release, is_async=True, say=say),
+        )
     for release in chosen.sglang:
         failed += not passed(f"SGLang {release}", partial(sglang_check.check, release, say=say))
     say(f"{failed} failed" if failed else "all passed")

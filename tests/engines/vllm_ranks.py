@@ -36,10 +36,17 @@ from tests.engines.stand_ins import init_logger, put_in_place
 LAYERS = {"target": 3, "drafter": 1}
 WINDOW_STEPS = 4
 INTERVAL_STEPS = 1 << 30
+HOT = 1000
+"""Seeds from here on: one expert, the seed less this, has ten times the tokens of the others."""
 
 
 def loads_of(seed: int) -> dict[str, np.ndarray[Any, Any]]:
-    """Tokens of each expert, by model. Shape (L, E), int64; a multiple of no number of ranks."""
+    """Tokens of each expert, by model. Shape (L, E), int64; multiples of no number of ranks."""
+    if seed >= HOT:
+        skewed = {model: np.full((layers, NUM_LOGICAL), 2001) for model, layers in LAYERS.items()}
+        for load in skewed.values():
+            load[:, seed - HOT] = 20_001
+        return skewed
     random = np.random.default_rng(seed)
     return {model: random.integers(100, 1000, (layers, NUM_LOGICAL)) * 2 + 1 for model, layers in LAYERS.items()}
 
@@ -146,7 +153,8 @@ def _interval(place: RankPlace, state: Any, order: Order, said: list[str]) -> Ra
         state.step(is_profile=True)
     else:
         _count_tokens(place.rank, state, seed)
-        state.rearrange()
+        with torch.inference_mode(not place.is_async):  # as in a forward
+            state.rearrange()
         deadline = time.monotonic() + 60.0
         while place.is_async and any(model.rebalanced for model in state.model_states.values()):
             state.step(is_dummy=True)

@@ -84,7 +84,7 @@ def test_a_rank_that_dies_in_the_middle_leaves_the_other_on_its_map(folder: Path
 def test_a_collective_that_fails_on_one_rank_ends_at_the_groups_time_out_and_nobody_moves(folder: Path, number: int) -> None:
     """The group is broken then, and stays so: the engine's own collectives on it fail too. No rank goes where its peer is not.
 
-    What could end otherwise: the last collective may end well on one rank and not on another, which cannot be told from outside.
+    What could end otherwise: the last collective may end well on one rank and not on another; nobody can tell it from outside.
     """
     agent = ScriptedAgent(folder / "s", moving(fresh))
     with ranks_up(folder, folder / "s", group_timeout_s=1.0) as ranks:
