@@ -128,7 +128,7 @@ class Planner:
             )
             raise NotFoundError(
                 f"there is no deployment {name[:128]!r}; "
-                + (f"known: {shown}" if known else "no agent has registered a rank yet")
+                + (f"known: {shown}" if known else "no agent has registered a rank yet, and no engine has asked")
             )
         return steering
 

@@ -67,7 +67,6 @@ class PlansInTime:
 
     def _too_slow(self) -> str:
         return (
-            "planning takes longer than the engine waits; the plan is kept for the next question, if it comes with the same"
-            f" map within {self._deployment.proposal_ttl_s:.0f} s; raise the engine's deadline, or lower planning.effort, to plan"
-            " in time"
+            "planning takes longer than the engine waits: raise its deadline, or lower planning.effort; the plan is kept for"
+            f" the next question, if it comes with the same map within {self._deployment.proposal_ttl_s:.0f} s"
         )
