@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.adviser.call import Call, each_token_once
-from agent.adviser.config import SWITCH, VARIABLES, AdviserConfig, deployment_name
+from agent.adviser.config import SWITCH, TIMEOUT_S_MAX, VARIABLES, AdviserConfig, deployment_name
 from agent.adviser.models import Models
 from agent.adviser.signatures import attribute, check_parameters, returned
 from eplb_service.errors import InvalidInputError, UnsupportedError
@@ -125,3 +127,11 @@ def test_signatures_are_compared_by_name_and_by_what_is_returned() -> None:
     assert returned(lambda: None) == ""
     with pytest.raises(UnsupportedError, match="has no mode"):
         attribute(math, "mode")
+
+
+def test_the_page_has_each_variable_and_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "adviser.md").read_text()
+    rows = dict(re.findall(r"^\| `(EPLB_\w+)` \| ([^|]+) \|", page, re.MULTILINE))
+    assert list(rows) == list(VARIABLES)
+    assert float(rows["EPLB_ADVISER_TIMEOUT_S"]) == AdviserConfig(socket_path="s").timeout_s
+    assert f"at most {TIMEOUT_S_MAX:g}" in page
