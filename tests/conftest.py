@@ -1,12 +1,18 @@
-"""Which tests may run beside one another when workers share them (`make unit`)."""
+"""What all tests share: the width of output, and which of them may run beside one another (`make unit`)."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 PROCESSES = Path(__file__).parent / "integration"
+
+
+def pytest_configure() -> None:
+    """Commands print as into a pipe, whatever terminal or worker the tests run in."""
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.hookimpl(tryfirst=True)
