@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eplb-service needs Python 3.11 or newer; this is %s. Set PYTHON=…" % sys.version.split()[0])'
 	@echo "setting up $(VENV) (once; some minutes: torch and ortools are large, and the planner's kernels are compiled)"
 	@$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): is the venv module installed (Debian: apt-get install python3-venv)?" >&2; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/python -m eplb_service.policy.warm_up  # compiles the planner's kernels once, not in the first plan
 	@touch $(STAMP)
 
