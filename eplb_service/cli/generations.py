@@ -54,6 +54,11 @@ def _after_commit(view: Any) -> list[tuple[str, str]]:
     return [*facts, ("judged", view.judgement)]
 
 
+def _took(view: Any) -> str:
+    """What `rollout_s` is the time of. An engine that is advised flips when it likes; its next question shows that it did."""
+    return "decision to last flip" if view.flip_boundaries else "told to shown"
+
+
 @click.group(short_help="The history of placements, with reasons.")
 def generations() -> None:
     """List generations, or show one whole.
@@ -138,7 +143,7 @@ def show_generation(generation: int, deployment: str | None, output: str, client
         ("moves", f"{view.moves.experts} experts, {view.moves.slots_rewritten} slots rewritten"),
         ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
-        ("decision to last flip", f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
+        (_took(view), f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
     ]
     for label, text in facts:
         if text:
