@@ -128,8 +128,8 @@ class SglangEngine:
         load = _load(tokens)
         routed = _routed(load)
         current: Int32Array = metadata.physical_to_logical_map_cpu.to(torch.int32).numpy()
-        model = str(_published("get_model", "model_path") or "sglang")
-        stage, num_stages = _published("get_parallel", "pp_rank") or 0, _published("get_parallel", "pp_size") or 1
+        model = str(_setting("get_model", "model_path") or "sglang")
+        stage, num_stages = _stage()
         return Call(
             load=load[routed],
             current=current[routed],
@@ -159,13 +159,32 @@ def _routed(load: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _dispatch() -> Dispatch:
     """Its static tables prefer a replica near by; its other ways spread tokens evenly."""
-    how = getattr(_published("get_exec", "moe"), "ep_dispatch_algorithm", None)
-    return Dispatch.NEAREST if how == "static" else Dispatch.EVEN
+    return Dispatch.NEAREST if _setting("get_exec", "moe", "ep_dispatch_algorithm") == "static" else Dispatch.EVEN
 
 
-def _published(function: str, name: str) -> Any:
-    """What SGLang's runtime context says of itself; None where it does not. Nothing of it is needed."""
+def _stage() -> tuple[int, int]:
+    """Which of how many pipeline stages this is."""
     try:
-        return getattr(getattr(importlib.import_module("sglang.srt.runtime_context"), function)(), name)
-    except (ImportError, AttributeError, ValueError, RuntimeError):
-        return None
+        group = importlib.import_module("sglang.srt.distributed.parallel_state").get_pp_group()
+        return int(group.rank_in_group), int(group.world_size)
+    except (ImportError, AttributeError, AssertionError, ValueError, RuntimeError):
+        return 0, 1
+
+
+def _setting(function: str, *names: str) -> Any:
+    """A setting as SGLang's runtime context has it, or as releases before it (to 0.5.14) have it in their server's arguments.
+
+    None where neither says it. Nothing of it is needed.
+    """
+    for module, found_by, path in (
+        ("sglang.srt.runtime_context", function, names),
+        ("sglang.srt.server_args", "get_global_server_args", names[-1:]),
+    ):
+        try:
+            found = getattr(importlib.import_module(module), found_by)()
+            for name in path:
+                found = getattr(found, name)
+        except (ImportError, AttributeError, ValueError, RuntimeError):
+            continue
+        return found
+    return None

@@ -13,7 +13,7 @@ from tests.engines.ranks import EngineCheckError
 from tests.engines.wheels import CACHE, FetchError
 
 VLLM = ("0.33.0", "0.29.0", "0.26.0", "0.22.0", "0.19.1", "0.18.0", "0.17.1", "0.16.0", "0.14.0")
-SGLANG = ("0.5.23",)
+SGLANG = ("0.5.23", "0.5.20", "0.5.17", "0.5.14")
 
 
 def main() -> int:

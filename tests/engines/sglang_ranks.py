@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 import time
 import types
@@ -68,6 +69,7 @@ def start(place: RankPlace, said: list[str]) -> Interval:
         ep_size=NUM_RANKS, nnodes=1, elastic_ep_initial_size=None, tp_rank=place.rank, tp_size=NUM_RANKS, pp_rank=0, pp_size=1,
         ep_join_rank_offset=0,
     )  # fmt: skip
+    arguments = types.SimpleNamespace(**vars(moe), **vars(parallel), device="cpu", model_path="org/Model")
     resources = types.SimpleNamespace(expert_location_metadata=None)
     unset = types.SimpleNamespace(get=lambda: None)
     elastic = type("ElasticEPStateManager", (), {"instance": staticmethod(lambda: None)})
@@ -79,12 +81,14 @@ def start(place: RankPlace, said: list[str]) -> Interval:
         place.release,
         {
             "sglang.srt.runtime_context": {
-                "get_exec": lambda: types.SimpleNamespace(moe=moe),
+                "get_exec": lambda: types.SimpleNamespace(moe=arguments),
                 "get_parallel": lambda: parallel,
                 "get_device": lambda: types.SimpleNamespace(device="cpu"),
                 "get_resources": lambda: resources,
                 "get_model": lambda: types.SimpleNamespace(model_path="org/Model"),
+                "get_server_args": lambda: arguments,
             },
+            "sglang.srt.server_args": {"get_global_server_args": lambda: arguments},
             "sglang.srt.environ": {
                 "envs": types.SimpleNamespace(
                     SGLANG_PLUGINS=unset,
@@ -96,8 +100,15 @@ def start(place: RankPlace, said: list[str]) -> Interval:
                 "ElasticEPStateManager": elastic,
                 "elastic_expanded_world_enabled": lambda: False,
             },
-            "sglang.srt.utils": {"get_bool_env_var": lambda _name: False},
-            "sglang.srt.distributed.parallel_state": {"get_tp_group": lambda: group},
+            "sglang.srt.utils": {
+                "get_bool_env_var": lambda _name: False,
+                "get_int_env_var": lambda _name, default: default,
+                "is_hip": lambda: False,
+            },
+            "sglang.srt.distributed.parallel_state": {
+                "get_tp_group": lambda: group,
+                "get_pp_group": lambda: types.SimpleNamespace(rank_in_group=0, world_size=1),
+            },
             "sglang.srt.model_loader": {"get_model_architecture": lambda _config: (_ModelClass, "")},
         },
     )
@@ -105,7 +116,7 @@ def start(place: RankPlace, said: list[str]) -> Interval:
     sys.path.insert(0, str(place.plugins))
     importlib.import_module("sglang.srt.plugins").load_plugins()
     updater = importlib.import_module("sglang.srt.eplb.expert_location_updater").ExpertLocationUpdater()
-    engine = _Engine(place, importlib.import_module("sglang.srt.eplb.expert_location"), updater, moe)
+    engine = _Engine(place, importlib.import_module("sglang.srt.eplb.expert_location"), updater, arguments)
     return lambda order: engine.interval(order, said)
 
 
@@ -122,9 +133,11 @@ class _ModelClass:
 class _Engine:
     """The steps that SGLang's manager takes at a rebalance, with its own code for each."""
 
-    def __init__(self, place: RankPlace, location: Any, updater: Any, moe: Any) -> None:
-        self._place, self._location, self._updater, self._moe = place, location, updater, moe
-        self._config = types.SimpleNamespace(hf_config=None)
+    def __init__(self, place: RankPlace, location: Any, updater: Any, arguments: Any) -> None:
+        self._place, self._location, self._updater, self._arguments = place, location, updater, arguments
+        config = types.SimpleNamespace(hf_config=None)
+        takes_arguments = "server_args" in inspect.signature(location.compute_initial_expert_location_metadata).parameters
+        self._given = (arguments, config) if takes_arguments else (config,)
         self._weights: dict[int, list[torch.Tensor]] = {}
 
     def interval(self, order: Order, said: list[str]) -> RankResult:
@@ -132,12 +145,12 @@ class _Engine:
         begun = time.monotonic()
         logical_count = torch.from_numpy(loads_of(seed) if kind != "idle" else np.zeros_like(loads_of(0)))
         if kind == "first":  # as `--init-expert-location` with counts: there is no map yet
-            self._load(self._location.ExpertLocationMetadata.init_by_eplb(self._config, logical_count))
+            self._load(self._location.ExpertLocationMetadata.init_by_eplb(*self._given, logical_count))
         elif kind == "file":
-            self._moe.init_expert_location = str(self._written(seed))
-            self._load(self._location.compute_initial_expert_location_metadata(self._config, self._place.rank))
+            self._arguments.init_expert_location = str(self._written(seed))
+            self._load(self._location.compute_initial_expert_location_metadata(*self._given, self._place.rank))
         else:
-            target = self._location.ExpertLocationMetadata.init_by_eplb(self._config, logical_count)
+            target = self._location.ExpertLocationMetadata.init_by_eplb(*self._given, logical_count)
             missing = self._updater.update(self._weights, target, list(MOE_LAYERS), nnodes=1, rank=self._place.rank)
             assert not missing
         seconds = time.monotonic() - begun
@@ -157,7 +170,10 @@ class _Engine:
 
     def _load(self, metadata: Any) -> None:
         """The model's loader: each slot gets the weights of the expert that the map names."""
-        self._location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
+        if hasattr(self._location, "_global_expert_location_metadata"):  # older releases keep it in the module, and set it once
+            self._location._global_expert_location_metadata = metadata
+        else:
+            self._location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
         first = self._place.rank * SLOTS
         for layer in MOE_LAYERS:
             held = metadata.physical_to_logical_map_cpu[layer, first : first + SLOTS].tolist()

@@ -53,17 +53,17 @@ def make_sglang(folder: Path, *, parameters: str = PARAMETERS) -> None:
         "sglang/srt/distributed/parallel_state.py": """
             import threading, types
             local = threading.local()
+            num_stages = 1
             def get_tp_group():
                 return types.SimpleNamespace(cpu_group=local.group)
+            def get_pp_group():
+                return types.SimpleNamespace(rank_in_group=1, world_size=num_stages)
         """,
         "sglang/srt/runtime_context.py": """
             import types
-            pp_size = 1
             how = "static"
             def get_model():
                 return types.SimpleNamespace(model_path="org/Model")
-            def get_parallel():
-                return types.SimpleNamespace(pp_rank=1, pp_size=pp_size)
             def get_exec():
                 return types.SimpleNamespace(moe=types.SimpleNamespace(ep_dispatch_algorithm=how))
         """,
@@ -86,13 +86,13 @@ def make_sglang(folder: Path, *, parameters: str = PARAMETERS) -> None:
 class Engine:
     """The fake SGLang with our hook on as many ranks as threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, runtime_context: bool = True) -> None:
         self.questions: list[AdviceRequest] = []
         self.answer: Callable[[AdviceRequest], Advice] = lambda question: advice(question, None)
         self.groups = groups_of(R)
         self.location: Any = importlib.import_module("sglang.srt.eplb.expert_location")
         self.state: Any = importlib.import_module("sglang.srt.distributed.parallel_state")
-        self.context: Any = importlib.import_module("sglang.srt.runtime_context")
+        self.context: Any = importlib.import_module("sglang.srt.runtime_context") if runtime_context else None
         self.elastic: Any = importlib.import_module("sglang.srt.elastic_ep.elastic_ep").ElasticEPStateManager
         self.original = importlib.import_module(MODULE).rebalance_experts
         config = AdviserConfig(socket_path="/nowhere")
@@ -227,14 +227,26 @@ def test_sglangs_own_algorithm_answers_where_not_all_ranks_are_in_the_call(sglan
 
 def test_stages_and_dispatch_are_told(sglang: Path) -> None:
     engine = Engine()
-    engine.context.pp_size = 2
+    engine.state.num_stages = 2
     engine.context.how = "dynamic"
     engine.call(loads())
     assert engine.questions[0].deployment == "Model.stage1"
     assert engine.questions[0].dispatch == "even"
-    del engine.context.get_model, engine.context.get_exec, engine.context.get_parallel
+    del engine.context.get_model, engine.context.get_exec, engine.state.get_pp_group
     engine.call(loads())
     assert engine.questions[1].deployment == "sglang"
+
+
+def test_releases_before_the_runtime_context_are_asked_for_their_servers_arguments(sglang: Path) -> None:
+    (sglang / "sglang/srt/runtime_context.py").unlink()
+    (sglang / "sglang/srt/server_args.py").write_text(
+        "import types\ndef get_global_server_args():\n"
+        "    return types.SimpleNamespace(model_path='org/Older', ep_dispatch_algorithm='static')\n"
+    )
+    engine = Engine(runtime_context=False)
+    engine.call(loads())
+    assert engine.questions[0].deployment == "Older"
+    assert engine.questions[0].dispatch == "nearest"
 
 
 def test_the_hook_is_registered_once_around_the_algorithm(sglang: Path) -> None:
