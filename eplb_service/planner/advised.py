@@ -102,8 +102,7 @@ class AdvisedDeployment(Deployment):
     def asked(self) -> Asked:
         """Who asks, how often, and what was answered."""
         told = self.engine.told if self.engine is not None else None
-        self.questions.told = told.generation if told is not None else 0
-        return self.questions
+        return dataclasses.replace(self.questions, told=told.generation if told is not None else 0)
 
     def state(self) -> tuple[str, str]:
         """One word and a sentence: waiting, ready or rolling_out."""

@@ -33,6 +33,7 @@ class Engine:
     nodes: tuple[str, ...] = ("a", "a", "b", "b")
     num_groups: int = 1
     expert_bytes: tuple[int, ...] = (1000, 1000, 1000)
+    steps: int = 3000
     sequence: int = 0
     answers: list[Advice] = field(default_factory=list)
 
@@ -83,7 +84,7 @@ class Engine:
             current=self.rows,
             digest=map_digest(self.rows),
             expert_bytes=self.expert_bytes,
-            steps=3000,
+            steps=self.steps,
             step_time_s=0.03,
             timeout_s=self.timeout_s,
         )

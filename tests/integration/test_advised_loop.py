@@ -463,6 +463,27 @@ def test_moves_without_a_price_are_kept_until_somebody_gives_one() -> None:
     run(scenario())
 
 
+def test_load_of_unknown_steps_is_no_gain_of_seconds() -> None:
+    async def asked(horizon_steps: int | None) -> Advice:
+        config = config_of()
+        config = dataclasses.replace(config, cost=dataclasses.replace(config.cost, horizon_steps=horizon_steps))
+        service = Service(config, store=FlakyStore(), solver=InlineSolver())  # type: ignore[arg-type]
+        address = (await service.start()).address
+        try:
+            async with Engine(address, steps=0) as engine:
+                return await engine.ask_often(engine.skewed(), 4)
+        finally:
+            await service.stop()
+
+    async def scenario() -> None:
+        answer = await asked(None)
+        assert not answer.move
+        assert "give cost.horizon_steps" in answer.reason
+        assert (await asked(10_000)).move
+
+    run(scenario())
+
+
 def test_names_of_linked_and_of_advised_deployments_are_not_mixed() -> None:
     async def scenario() -> None:
         async with planner() as (_, address), Engine(address) as engine, Fleet(address) as fleet:
