@@ -29,6 +29,7 @@ def main() -> int:
         failed += not passed(f"vLLM {release}, asynchronous", partial(vllm_check.check, release, is_async=True, say=say))
     for release in chosen.vllm[:1]:
         failed += not passed(f"vLLM {release}, adviser off on one rank", partial(vllm_check.check_half_on, release, say=say))
+        failed += not passed(f"vLLM {release}, grown by a rank", partial(vllm_check.check_growing, release, say=say))
         failed += not passed(
             f"vLLM {release}, with a real agent process and planner",
             partial(whole_check.check, release, is_async=True, say=say),

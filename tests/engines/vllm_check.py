@@ -65,6 +65,26 @@ def check_half_on(release: str, *, say: Callable[[str], None]) -> None:
             agent.close()
 
 
+def check_growing(release: str, *, say: Callable[[str], None]) -> None:
+    """A rank joined with empty slots: vLLM's own policy fills them, nobody is asked; from then on the planner is."""
+    with tempfile.TemporaryDirectory() as temporary:
+        socket = Path(temporary) / "agent.sock"
+        target = _targets(4)
+        agent = ScriptedAgent(socket, _answer_with(target))
+        try:
+            with ranks_of("vllm", release, start, socket, Path(temporary)) as ranks:
+                results = ranks.interval("grow", 1)
+                grown = {name: results[0].maps[name] for name in LAYERS}
+                all_route_by("grown by a rank", results, grown)
+                must_say([line for result in results for line in result.said], "it changes its size")
+                if agent.questions or any((rows < 0).any() for rows in grown.values()):
+                    raise EngineCheckError(f"{len(agent.questions)} questions were asked; the map is {grown}")
+                say(f"  grown by a rank               {max(result.seconds for result in results) * 1000:8.1f} ms")
+                all_route_by("move after it", ranks.interval("interval", 2), target)
+        finally:
+            agent.close()
+
+
 def _scenarios(ranks: Ranks, agent: ScriptedAgent, socket: Path, say: Callable[[str], None]) -> None:
     live: Maps = {name: linear_map(layers, NUM_LOGICAL, NUM_PHYSICAL) for name, layers in LAYERS.items()}
     first, second = _targets(1), _targets(2)

@@ -152,6 +152,8 @@ def _interval(place: RankPlace, state: Any, order: Order, said: list[str]) -> Ra
     if kind == "profile":
         state.step(is_profile=True)
     else:
+        if kind == "grow":
+            _empty_last_rank(place.rank, state)
         _count_tokens(place.rank, state, seed)
         with torch.inference_mode(not place.is_async):  # as in a forward
             state.rearrange()
@@ -164,6 +166,16 @@ def _interval(place: RankPlace, state: Any, order: Order, said: list[str]) -> Ra
     maps = {name: model.physical_to_logical_map.numpy().copy() for name, model in state.model_states.items()}
     problem = next(filter(None, (_problem(place.rank, name, model) for name, model in state.model_states.items())), "")
     return RankResult(maps=maps, problem=problem, seconds=seconds, said=list(said))
+
+
+def _empty_last_rank(rank: int, state: Any) -> None:
+    """The last rank has just joined: its slots hold nothing, as when vLLM has grown by it."""
+    for model in state.model_states.values():
+        model.physical_to_logical_map[:, (NUM_RANKS - 1) * SLOTS :] = -1
+        if rank == NUM_RANKS - 1:
+            for tensors in model.model.expert_weights:
+                for tensor in tensors:
+                    tensor.zero_()
 
 
 def _count_tokens(rank: int, state: Any, seed: int) -> None:

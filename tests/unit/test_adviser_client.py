@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from agent.adviser.client import NoAnswerError, ask
 from agent.frames import HEAD, MAGIC, RegistrationAnswer, Welcome, encode
@@ -209,4 +211,30 @@ def test_no_thread_and_no_connection_is_left(tmp_path: Path) -> None:
         asked(agent.path, timeout_s=0.1)
     assert agent.closed_by_asker.acquire(timeout=10)
     assert {thread for thread in threading.enumerate() if "serve" not in thread.name} <= before
+    agent.close()
+
+
+def test_whatever_bytes_come_there_is_an_answer_to_the_question_or_a_sentence(tmp_path: Path) -> None:
+    agent = ScriptedAgent(tmp_path / "s")
+    whole = encode(advice(question(), THEN))
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        body = bytearray(whole)
+        for _ in range(data.draw(st.integers(1, 4))):
+            body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
+        sent = data.draw(st.sampled_from([bytes(body), bytes(body[: data.draw(st.integers(0, len(body)))])]))
+
+        def answer(_question: AdviceRequest) -> bytes:
+            return sent
+
+        agent.answer = answer
+        try:
+            found = asked(agent.path, timeout_s=0.05)
+        except NoAnswerError:
+            return
+        assert (found.origin, found.sequence) == (77, 1)
+
+    check()
     agent.close()
