@@ -162,9 +162,10 @@ def _asked(call: Call, rules: EngineRules, table: npt.NDArray[np.int64], ask: As
         unusable = check_answer(advice, call.current, rules)
         if unusable:
             return _Answer(_Verdict.REFUSED, f"the planner's answer cannot be used: {unusable}")
+        reason = " ".join(advice.reason.split())  # one line of the engine's log
         if not advice.move or advice.rows is None:
-            return _Answer(_Verdict.KEEP, advice.reason, advice.generation, advice.digest)
-        return _Answer(_Verdict.MOVE, advice.reason, advice.generation, advice.digest, advice.rows)
+            return _Answer(_Verdict.KEEP, reason, advice.generation, advice.digest)
+        return _Answer(_Verdict.MOVE, reason, advice.generation, advice.digest, advice.rows)
     except NoAnswerError as error:
         return _Answer(_Verdict.AWAY, str(error))
     except Exception as error:
