@@ -64,6 +64,8 @@ class AdvisedDeployment(Deployment):
         self.engine: EngineState | None = None
         self._given_context = context
         self._ranks: Group | None = None
+        self.not_ours = ""
+        """Why no question may be taken though this planner leads; empty when it may."""
         self._num_questions = 0
         self._num_served = 0
         """Questions that the live map served alone, since it is live."""
@@ -108,6 +110,8 @@ class AdvisedDeployment(Deployment):
         """One word and a sentence: waiting, ready or rolling_out."""
         if not self.leads:
             return "waiting", f"this planner does not lead: {self.leading.why_not}"
+        if self.not_ours:
+            return "waiting", self.not_ours
         if self.engine is None or not self.questions.times:
             return "waiting", "its engine has not asked yet, since this planner leads it"
         silent_s = self.context.clock.monotonic() - self.questions.times[-1]
@@ -170,6 +174,11 @@ class AdvisedDeployment(Deployment):
 
     def _take_over(self, epoch: Epoch) -> None:
         """Take up what the store says of the engine, and of a generation that it did not show yet."""
+        self.not_ours = ""
+        if self.ledger.advised is None and self.ledger.live is not None:
+            self.not_ours = f"the store knows {self.name} as a deployment of ranks that link: give the engine another name"
+            self._log.error("deployment.not_advised", reason=self.not_ours)
+            return
         unfinished = self.ledger.unfinished()
         self.engine = self._stored_engine()
         if self.engine is not None:

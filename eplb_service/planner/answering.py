@@ -86,7 +86,7 @@ class Answering(Steering):
         self.deployment.context.metrics.question_answered(self.deployment.name, kind)
 
     async def _until_led(self, ends_at_s: float) -> None:
-        """Return once this planner leads. Raises EnvironmentFault saying who does."""
+        """Return once this planner leads. Raises EnvironmentFault saying who does, ConflictError for another's deployment."""
         wait_s = min(LEAD_WAIT_S, ends_at_s - self._now())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, wait_s)):
@@ -94,6 +94,8 @@ class Answering(Steering):
                     await self.advised.wait_for_change()
         if not self.advised.leads:
             raise EnvironmentFault(f"this planner does not lead {self.deployment.name}: {self.deployment.leading.why_not}")
+        if self.advised.not_ours:
+            raise ConflictError(self.advised.not_ours)
 
     async def _in_turn(self, request: AdviceRequest, ends_at_s: float) -> Advice:
         try:

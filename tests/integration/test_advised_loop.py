@@ -25,7 +25,7 @@ from eplb_service.rpc.convert import registration_to_pb
 from eplb_service.rpc.convert_advice import advice_request_to_pb
 from eplb_service.store.memory import MemoryStore
 from tests.integration.advised_engine import Engine
-from tests.integration.planner_fleet import Fleet, until
+from tests.integration.planner_fleet import Fleet, until, until_true
 from tests.integration.test_planner_loop import FlakyStore, InlineSolver, config_of, planner, reach, run
 
 ACTIVE = placement_pb2.GENERATION_STATE_ACTIVE
@@ -495,6 +495,47 @@ def test_names_of_linked_and_of_advised_deployments_are_not_mixed() -> None:
             request = registration_to_pb(dataclasses.replace(rank, deployment=DeploymentId(engine.deployment)))
             with pytest.raises(grpc.aio.AioRpcError, match="is advised"):
                 await fleet.agent.Register(request, timeout=5)
+
+    run(scenario())
+
+
+def test_planner_that_comes_to_lead_a_deployment_of_linked_ranks_takes_no_questions_for_it() -> None:
+    """Hazard: it heard of the name from an engine first, and would write over what the ranks' planner stored."""
+
+    async def scenario() -> None:
+        store = MemoryStore(asyncio.get_running_loop().time)
+        async with planner(store, store__owner="second") as (_, other):
+            async with planner(store, store__owner="first") as (_, address), Fleet(address) as fleet:
+                await reach(fleet, "ready")
+                async with Engine(other, deployment=fleet.deployment) as engine:
+                    await refused(engine, grpc.StatusCode.UNAVAILABLE, "first")
+            before = await store.read(DeploymentId(fleet.deployment), (documents.LIVE,))
+            async with engine:
+                await until_true(lambda: leads(engine), "the second planner to lead")
+                await refused(engine, grpc.StatusCode.FAILED_PRECONDITION, "ranks that link", "another name")
+            assert await store.read(DeploymentId(fleet.deployment), (documents.LIVE,)) == before
+
+    async def leads(engine: Engine) -> bool:
+        return (await status(engine)).epoch > 0
+
+    run(scenario())
+
+
+def test_damaged_record_of_the_asker_costs_its_history_and_not_the_lead() -> None:
+    async def scenario() -> None:
+        store = FlakyStore()
+        async with planner(store) as (service, address), Engine(address) as engine:
+            await engine.ask_until_move(engine.skewed())
+            assert service.planner is not None
+            deployment = service.planner.deployment(engine.deployment)
+            await deployment.commit({documents.ADVISED: b'{"engine": "vllm", "asker": {}}'})
+        async with planner(store) as (_, address):
+            engine.target = address
+            async with engine:
+                answer = await engine.ask(engine.skewed())
+                assert (answer.move, answer.generation) == (False, 0)
+                assert "other layers, ranks or slots" in (await generation(engine, 1)).stop_reason
+                assert (await engine.ask_until_move(engine.skewed(3))).generation == 2
 
     run(scenario())
 
