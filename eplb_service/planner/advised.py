@@ -14,13 +14,13 @@ import structlog
 from eplb_service import advising, control
 from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker, EngineState, Look, Sight, Told
-from eplb_service.costs import GivenCosts, MeasuredCosts
+from eplb_service.costs import MeasuredCosts
 from eplb_service.errors import ConflictError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
 from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
-from eplb_service.planner.asked import Asked, QuestionWatch, group_of, groups_kept, report_of
+from eplb_service.planner.asked import Asked, QuestionWatch, group_of, proposer_for, report_of
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.proposing import Decision, Known
@@ -35,9 +35,6 @@ FRESH_INTERVALS = 1.5
 
 SILENT_S = 30.0
 """Without a question for so many of its intervals, and so many seconds, an engine is waited for."""
-
-UNKNOWN_BYTES = "the engine does not say how large its experts are, so a move cannot be priced: give planning.expert_bytes"
-UNKNOWN_STEPS = "the engine does not say how many steps its load is of, so a gain cannot be priced: give cost.horizon_steps"
 
 _EVENTS = {
     Sight.FIRST: "engine.taken_up",
@@ -273,21 +270,11 @@ class AdvisedDeployment(Deployment):
         self._ranks = group_of(self.name, asker)
 
     def _price(self, *, knows_steps: bool) -> None:
-        """Plan with this engine's expert groups, and one chunk for all that it moves. What nobody told has no price."""
-        context, engine = self._given_context, self.engine
-        if engine is None or self._ranks is None:
-            return
-        planning, proposer = context.config.planning, context.proposer
-        if planning.num_groups is None:
-            planning = dataclasses.replace(planning, num_groups=groups_kept(engine.asker))
-        self._unpriced = ""
-        if not any(self._ranks.expert_bytes.values()):
-            self._unpriced = UNKNOWN_BYTES
-        elif not knows_steps and proposer.given.horizon_steps is None:
-            self._unpriced = UNKNOWN_STEPS
-        given = GivenCosts() if self._unpriced else proposer.given
-        proposer = dataclasses.replace(proposer, planning=planning, given=given, layers_per_chunk_max=None, fill_slots=True)
-        self.context = dataclasses.replace(context, proposer=proposer)
+        """Plan with this engine's expert groups and prices."""
+        if self.engine is not None and self._ranks is not None:
+            own = proposer_for(self._given_context.proposer, self.engine.asker, self._ranks, knows_steps=knows_steps)
+            proposer, self._unpriced = own
+            self.context = dataclasses.replace(self._given_context, proposer=proposer)
 
     def _store_asker(self) -> None:
         if self.engine is not None:

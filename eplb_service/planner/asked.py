@@ -6,15 +6,17 @@ An advised deployment has no ranks that link; what plans, scores and views need 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker
 from eplb_service.control import Address, LayerInfo, ModelInfo, Registration
+from eplb_service.costs import GivenCosts
 from eplb_service.ids import DeploymentId, GroupId, Incarnation, Phase, RankId
 from eplb_service.membership.group import Group
 from eplb_service.planner.load_watch import LoadWatch
 from eplb_service.planner.loads import shapes_of
+from eplb_service.planner.proposing import Proposer
 from eplb_service.window.report import Expected, LoadReport, Semantics, TableCounts
 
 REPLICAS_MAX = 1024
@@ -22,6 +24,9 @@ REPLICAS_MAX = 1024
 
 UNBOUNDED_STAGING = 1 << 62
 """The engine has its own way to stage; what it moves is one chunk to us."""
+
+UNKNOWN_BYTES = "the engine does not say how large its experts are, so a move cannot be priced: give planning.expert_bytes"
+UNKNOWN_STEPS = "the engine does not say how many steps its load is of, so a gain cannot be priced: give cost.horizon_steps"
 
 INTERVALS_KEPT = 8
 
@@ -104,6 +109,22 @@ def groups_kept(asker: Asker) -> int | None:
     nodes = len(set(asker.nodes))
     divides = asker.num_groups % nodes == 0 and asker.num_logical % asker.num_groups == 0
     return asker.num_groups if asker.num_groups > 1 and nodes > 1 and divides else None
+
+
+def proposer_for(given: Proposer, asker: Asker, group: Group, *, knows_steps: bool) -> tuple[Proposer, str]:
+    """Who plans for an engine: with its expert groups, no slot left empty, and one chunk for all that it moves.
+
+    The second is why neither moves nor gains can be priced, empty when they can: what nobody told has no price.
+    """
+    planning, unpriced = given.planning, ""
+    if planning.num_groups is None:
+        planning = replace(planning, num_groups=groups_kept(asker))
+    if not any(group.expert_bytes.values()):
+        unpriced = UNKNOWN_BYTES
+    elif not knows_steps and given.given.horizon_steps is None:
+        unpriced = UNKNOWN_STEPS
+    costs = GivenCosts() if unpriced else given.given
+    return replace(given, planning=planning, given=costs, layers_per_chunk_max=None, fill_slots=True), unpriced
 
 
 def report_of(request: AdviceRequest, group: Group, index: int, digest_before: int, digest_now: int) -> LoadReport:
