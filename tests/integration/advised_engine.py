@@ -32,6 +32,7 @@ class Engine:
     timeout_s: float = 5.0
     nodes: tuple[str, ...] = ("a", "a", "b", "b")
     num_groups: int = 1
+    dispatch: str = "hashed"
     expert_bytes: tuple[int, ...] = (1000, 1000, 1000)
     steps: int = 3000
     sequence: int = 0
@@ -78,7 +79,7 @@ class Engine:
             rank_ids=tuple(range(self.num_ranks)),
             nodes=self.nodes,
             num_logical=self.num_logical,
-            dispatch="hashed",
+            dispatch=self.dispatch,
             num_groups=self.num_groups,
             load=load,
             current=self.rows,

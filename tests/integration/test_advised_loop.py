@@ -413,6 +413,20 @@ def test_groups_of_the_engine_are_kept_on_their_nodes_unless_the_operator_says_o
     run(scenario())
 
 
+@pytest.mark.parametrize("dispatch", ["even", "nearest"])
+def test_engines_of_other_dispatch_are_told_maps_without_two_copies_on_a_rank(dispatch: str) -> None:
+    """SGLang's loader fills only the first of two slots of a rank that hold one expert."""
+
+    async def scenario() -> None:
+        async with planner() as (_, address), Engine(address, dispatch=dispatch) as engine:
+            told = await engine.ask_until_move(engine.skewed())
+            assert told.rows is not None
+            for rank in told.rows.reshape(-1, engine.slots):
+                assert len(set(rank.tolist())) == engine.slots
+
+    run(scenario())
+
+
 class MinmoveSolver(InlineSolver):
     """Plans as the solver's process does; `holes`: empty slots that the policy leaves where nothing forbids it."""
 
