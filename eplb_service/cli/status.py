@@ -101,7 +101,7 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
 def _advised_text(advised: Any) -> tuple[str, str]:
     """Who asks, and how often; a person looks twice at one who never did."""
     if not advised.HasField("last_question_s_ago"):
-        return f"by questions of {advised.engine or 'an engine'}: none yet since this planner leads", "yellow"
+        return f"by questions of {advised.engine or 'an engine'}: none yet at this planner", "yellow"
     every = f", every {seconds_text(advised.interval_s)}" if advised.HasField("interval_s") else ""
     answers = ", ".join(f"{count} {kind}" for kind, count in sorted(advised.answers.items()))
     text = f"by questions of {advised.engine}, last {seconds_text(advised.last_question_s_ago)} ago{every}; answers: {answers}"

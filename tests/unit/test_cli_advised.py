@@ -28,7 +28,7 @@ def test_engine_that_asked_once_or_never_is_no_interval() -> None:
     once = lines(admin_pb2.AdvisedView(engine="sglang 0.5.23", last_question_s_ago=1.0, answers={"keep": 1}))
     assert once["advised"][0] == "by questions of sglang 0.5.23, last 1.0 s ago; answers: 1 keep"
     never = lines(admin_pb2.AdvisedView())
-    assert never["advised"] == ("by questions of an engine: none yet since this planner leads", "yellow")
+    assert never["advised"] == ("by questions of an engine: none yet at this planner", "yellow")
 
 
 def test_other_deployments_have_no_such_line() -> None:
