@@ -67,7 +67,7 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
 
 PLANS = [
     ("missing file", ("--load", "none.npy", *FLEET), 2, ["there is no file none.npy"]),
-    ("folder", ("--load", "folder.npy", *FLEET), 2, ["folder.npy is a folder", "give a .npy, .npz or .json file"]),
+    ("folder", ("--load", "folder.npy", *FLEET), 2, ["folder.npy is a folder", "is a folder without files", "looked for: sglang"]),
     ("empty npy", ("--load", "empty.npy", *FLEET), 2, ["empty.npy is empty"]),
     ("empty json", ("--load", "empty.json", *FLEET), 2, ["empty.json is empty"]),
     ("text for npy", ("--load", "text.npy", *FLEET), 2, ["text.npy is no numpy file"]),
