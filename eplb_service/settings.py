@@ -23,12 +23,14 @@ ENVIRONMENT_PREFIX = "EPLB_"
 
 RESERVED_VARIABLES = (
     # tests, tools
-    *("EPLB_FAILPOINTS", "EPLB_PROTO_", "EPLB_TEST_", "EPLB_DEMO_"),
+    *("EPLB_FAILPOINTS", "EPLB_PROTO_", "EPLB_TEST_", "EPLB_DEMO_", "EPLB_ENGINE_CACHE"),
     # clients
     *("EPLB_PLANNER", "EPLB_DEPLOYMENT", "EPLB_TLS_"),
     # agent process and hook
     *("EPLB_AGENT_", "EPLB_HOOK_", "EPLB_SOCKET", "EPLB_OFF", "EPLB_VOTE_", "EPLB_STAGING_", "EPLB_SUB_WINDOWS"),
-    *("EPLB_WINDOW_", "EPLB_RING_", "EPLB_RENDEZVOUS_", "EPLB_RECORDER"),
+    *("EPLB_WINDOW_", "EPLB_RING_", "EPLB_RENDEZVOUS_", "EPLB_RECORDER", "EPLB_NIC"),
+    # adviser in an engine
+    "EPLB_ADVISER",
 )
 """Variables of other parts of the product, by prefix: no settings, and no mistakes."""
 

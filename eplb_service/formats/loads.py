@@ -77,7 +77,9 @@ def files_at(path: Path) -> list[Path]:
         if not files:
             raise InvalidInputError(f"no file matches {path}")
     else:
-        read_head(path, 1)
+        head = read_head(path, HEAD_BYTES)
+        if len(head) < HEAD_BYTES and not head.strip():
+            raise InvalidInputError(f"{path} is empty")
         files = [path]
     if len(files) > FILES_MAX:
         raise InvalidInputError(f"{path} is {len(files)} files; at most {FILES_MAX} are read as one recording")

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 
 from agent.command import agent
+from agent.adviser.config import VARIABLES as ADVISER_VARIABLES
 from agent.hook.config import VARIABLES
 from eplb_service.cli.root import CommandTree, root, run
 from eplb_service.config import load_config
@@ -70,7 +71,7 @@ PLANS = [
     ("folder", ("--load", "folder.npy", *FLEET), 2, ["folder.npy is a folder", "is a folder without files", "looked for: sglang"]),
     ("empty npy", ("--load", "empty.npy", *FLEET), 2, ["empty.npy is empty"]),
     ("empty json", ("--load", "empty.json", *FLEET), 2, ["empty.json is empty"]),
-    ("text for npy", ("--load", "text.npy", *FLEET), 2, ["text.npy is no numpy file"]),
+    ("text for npy", ("--load", "text.npy", *FLEET), 2, ["text.npy is no load file that is known here", "numpy (.npy, .npz)"]),
     ("cut off", ("--load", "cut.npy", *FLEET), 2, ["cannot read cut.npy"]),
     ("python objects", ("--load", "objects.npy", *FLEET), 2, ["objects.npy", "Python objects, not numbers"]),
     ("words", ("--load", "words.npy", *FLEET), 2, ["words.npy: loads must be numbers"]),
@@ -83,7 +84,7 @@ PLANS = [
     ("broken json", ("--load", "broken.json", *FLEET), 2, ["broken.json is no valid JSON"]),
     ("ragged json", ("--load", "ragged.json", *FLEET), 2, ["ragged.json: rows differ in length"]),
     ("unknown keys", ("--load", "keys.json", *FLEET), 2, ["keys.json has keys ['load']", "expected loads"]),
-    ("other format", ("--load", "load.csv", *FLEET), 2, ["load.csv ends in .csv", ".npy, .npz or .json"]),
+    ("other format", ("--load", "load.csv", *FLEET), 2, ["load.csv is no load file that is known here", "looked for: sglang"]),
     (
         "fewer slots than experts",
         ("--load", "load.npy", "--ranks", "4", "--slots-per-rank", "3"),
@@ -195,7 +196,7 @@ def variables_of(command: click.Command) -> Iterator[str]:
 
 def test_variables_of_hook_agent_and_clients_do_not_trouble_the_planner() -> None:
     """One environment for everything on a node, as container files and units have it."""
-    theirs = {*VARIABLES, *variables_of(root), *variables_of(agent)}
+    theirs = {*VARIABLES, *ADVISER_VARIABLES, *variables_of(root), *variables_of(agent)}
     assert {"EPLB_PLANNER", "EPLB_DEPLOYMENT", "EPLB_TLS_CA", "EPLB_SOCKET", "EPLB_OFF_FILE", "EPLB_AGENT_NODE"} <= theirs
     assert load_config(environment=dict.fromkeys(theirs, "1")).given() == {}
 
