@@ -22,8 +22,8 @@ import click
 import numpy as np
 import pytest
 
-from agent.command import agent
 from agent.adviser.config import VARIABLES as ADVISER_VARIABLES
+from agent.command import agent
 from agent.hook.config import VARIABLES
 from eplb_service.cli.root import CommandTree, root, run
 from eplb_service.config import load_config
@@ -68,7 +68,7 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
 
 PLANS = [
     ("missing file", ("--load", "none.npy", *FLEET), 2, ["there is no file none.npy"]),
-    ("folder", ("--load", "folder.npy", *FLEET), 2, ["folder.npy is a folder", "is a folder without files", "looked for: sglang"]),
+    ("folder", ("--load", "folder.npy", *FLEET), 2, ["folder.npy is a folder without files", "looked for: sglang"]),
     ("empty npy", ("--load", "empty.npy", *FLEET), 2, ["empty.npy is empty"]),
     ("empty json", ("--load", "empty.json", *FLEET), 2, ["empty.json is empty"]),
     ("text for npy", ("--load", "text.npy", *FLEET), 2, ["text.npy is no load file that is known here", "numpy (.npy, .npz)"]),
