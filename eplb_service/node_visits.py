@@ -72,6 +72,7 @@ def checked_pairs(
                 f" {pairs[layer, other, one]:g} the other way round, with loads {loads[layer, one]:g} and"
                 f" {loads[layer, other]:g}; {why}"
             )
+    np.minimum(pairs, most, out=pairs)  # an expert without tokens is in no pair, not even by rounding
     pairs.setflags(write=False)
     return pairs
 

@@ -20,6 +20,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.node_visits import checked_pairs
 from eplb_service.placement import Table
+from eplb_service.policy.magnitudes import LOAD_MIN, check_magnitudes
 from eplb_service.topology import Topology
 
 SOURCE_TOLERANCE = 1e-6
@@ -110,7 +111,7 @@ class Effort(StrEnum):
 class PlanningProblem:
     """Everything a policy may look at; equal problems give equal plans on any machine.
 
-    loads: shape (W, L, E), float64, tokens; finite, >= 0. W sub-windows in time order, at least 1.
+    loads: shape (W, L, E), float64, tokens; finite, >= 0, within `magnitudes`. W sub-windows in time order, at least 1.
     source_loads: shape (L, R, E), float64, tokens that each rank sent, over all sub-windows; None = every rank that serves sent
     as many of each expert. Nearest dispatch goes by it; under others it prices hops.
     together: shape (L, E, E), float64, tokens that chose both experts, over all sub-windows; symmetric, diagonal ignored, and
@@ -164,6 +165,7 @@ class PlanningProblem:
             )
         if self.expert_bytes and len(self.expert_bytes) != self.current.num_layers:
             raise InvalidInputError(f"{len(self.expert_bytes)} expert sizes for {self.current.num_layers} layers")
+        check_magnitudes(loads, self.current.layer_ids, self.topology, self.expert_bytes)
         if self.max_imbalance is not None and not 1.0 <= self.max_imbalance < float("inf"):
             raise InvalidInputError(f"max_imbalance must be finite and at least 1 (perfect balance); got {self.max_imbalance}")
         if not 0.0 <= self.time_limit_s < float("inf"):
@@ -177,7 +179,7 @@ class PlanningProblem:
                 f" {self.current.num_layers} x {self.current.num_physical} of {self.current.num_logical}"
                 f" on {self.current.num_ranks}"
             )
-        object.__setattr__(self, "loads", _frozen(loads))
+        object.__setattr__(self, "loads", _frozen(np.where(loads < LOAD_MIN, 0.0, loads)))
         self._check_optional_loads()
 
     def _check_optional_loads(self) -> None:

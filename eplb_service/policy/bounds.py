@@ -13,14 +13,17 @@ Under even split a rank also carries its pinned experts, each at its most copies
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import Dispatch, own_work
+from eplb_service.dispatch import Dispatch, imbalance_of, own_work
+from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.policy.base import PlanningProblem
-from eplb_service.policy.limits import Limits, limits_of
+from eplb_service.policy.contradictions import has_strict_groups
+from eplb_service.policy.limits import Limits, legal_rows, limits_of
+from eplb_service.policy.row_check import spread_group
 
 Float64Array = npt.NDArray[np.float64]
 Int64Array = npt.NDArray[np.int64]
@@ -130,6 +133,31 @@ def imbalance_bounds(problem: PlanningProblem, limits: Limits | None = None) -> 
             height = max(height, _pinned_height(limits, fleet, layer, load / most, total))
         bounds.append(max(1.0, flat / fleet.fair, height / (fleet.fair * total)))
     return tuple(bounds)
+
+
+def heights_that_may_stay(problem: PlanningProblem, limits: Limits) -> tuple[float, ...]:
+    """Imbalance of each layer's live row where it may stay, which no bound may be above. Length L; inf where it may not.
+
+    A row with faults that no new row may have (duplicates, too many copies, spread groups: see `row_check`) can be better than
+    every legal one. Under weighted dispatch its shares are planned anew: a bound on them, and inf for rows without faults.
+    """
+    table, least = problem.current, limits.without_copy_rules()
+    rows = np.where(limits.usable.reshape(-1)[None, :], table.physical_to_logical, EMPTY_SLOT)
+    stays = legal_rows(rows, least, table.num_logical)
+    if problem.dispatch is Dispatch.WEIGHTED:
+        stays &= ~legal_rows(rows, limits, table.num_logical) | _spread(rows, problem)
+        free = replace(problem, constraints=replace(problem.constraints, num_groups=None, group_price=None))
+        reached = imbalance_bounds(free, least) if stays.any() else (np.inf,) * table.num_layers
+    else:
+        live = Table(table.model, table.layer_ids, table.num_logical, table.rank_ids, rows)
+        reached = imbalance_of(problem.total_loads, live, problem.topology, problem.dispatch, problem.source_loads).per_layer
+    return tuple(height if may else np.inf for height, may in zip(reached, stays.tolist(), strict=True))
+
+
+def _spread(rows: Int32Array, problem: PlanningProblem) -> npt.NDArray[np.bool_]:
+    """Whether a layer's row has a strict group on several nodes. Rows: shape (L, P). Shape (L,)."""
+    strict = has_strict_groups(problem)
+    return np.array([strict and spread_group(row, problem) is not None for row in rows], np.bool_)
 
 
 def _copies(problem: PlanningProblem, limits: Limits, fleet: _Fleet, layer: int) -> tuple[int | Int64Array, Int64Array]:

@@ -11,17 +11,24 @@ from dataclasses import replace
 
 import numpy as np
 
-from eplb_service.moves import residencies
-from eplb_service.placement import EMPTY_SLOT, Int32Array
+from eplb_service.errors import InvalidInputError
+from eplb_service.moves import residencies, residency_moves
+from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.policy.base import PlanningProblem, RawPlan
-from eplb_service.policy.limits import Limits, limits_of
-from eplb_service.policy.row_check import empty_slots, experts_that_may_join
+from eplb_service.policy.groups import Layout, grouped_rows
+from eplb_service.policy.layer_task import layer_task
+from eplb_service.policy.limits import Limits, legal_rows, limits_of, row_fault
+from eplb_service.policy.repair import repaired_row
+from eplb_service.policy.row_check import Changes, empty_slots, experts_that_may_join, move_fault
+from eplb_service.policy.shares import with_shares
 
 
 def filled(problem: PlanningProblem, raw: RawPlan) -> RawPlan:
     """A plan, and its front, with every usable slot filled where an expert may be there; the same plan where none is empty.
 
-    What is no map at all is left for `verify` to name.
+    Where that takes more moves than the limits leave, layers fall back to what is nearest to the live row and full; points of
+    the front that do not fit are dropped. What is no map at all is left for `verify` to name, and so is a plan that was over
+    its limits before. Raises InvalidInputError when the slots cannot be filled within the limits.
     """
     maps = [raw.physical_to_logical, *raw.front]
     if not all(_is_map(rows, problem) for rows in maps):
@@ -31,7 +38,56 @@ def filled(problem: PlanningProblem, raw: RawPlan) -> RawPlan:
     if all(new is old for new, old in zip((own, *front), maps, strict=True)):
         return raw
     status = raw.status if own is maps[0] else "filled"  # what was said of the plan is not true of this one
-    return replace(raw, physical_to_logical=own, front=tuple(front), status=status)
+    if own is not maps[0] and _over(own, problem, limits) is not None and _over(maps[0], problem, limits) is None:
+        own = _within_limits(own, problem, limits)
+        raw = replace(raw, shares=None if raw.shares is None else with_shares(problem, own))
+    points = [
+        place
+        for place, (new, old) in enumerate(zip(front, raw.front, strict=True))
+        if new is old or _over(new, problem, limits) is None
+    ]
+    shares = raw.front_shares
+    return replace(
+        raw,
+        physical_to_logical=own,
+        front=tuple(front[place] for place in points),
+        front_shares=tuple(shares[place] for place in points) if len(shares) == len(front) else shares,
+        status=status,
+    )
+
+
+def _over(rows: Int32Array, problem: PlanningProblem, limits: Limits) -> str | None:
+    """Which limit on moves a map breaks."""
+    table = problem.current
+    after = Table(table.model, table.layer_ids, table.num_logical, table.rank_ids, rows)
+    summary = residency_moves(table, after, problem.topology, problem.expert_bytes)
+    return move_fault(Changes.between(rows, problem, limits, summary), problem)
+
+
+def _within_limits(rows: Int32Array, problem: PlanningProblem, limits: Limits) -> Int32Array:
+    """Rows in which layers are near the live ones until the limits on moves hold: those first that this spares most moves.
+
+    Near: the live row, where it is legal, else the nearest one that is; then filled.
+    """
+    table, layout = problem.current, Layout.of(problem, limits)
+    back = np.where(limits.usable.reshape(-1)[None, :], table.physical_to_logical, EMPTY_SLOT)
+    empty = int(((back == EMPTY_SLOT) & limits.usable.reshape(-1)).sum())
+    legal = legal_rows(back, limits, table.num_logical) & grouped_rows(problem)
+    for layer in np.flatnonzero(~legal).tolist():
+        back[layer] = repaired_row(layer_task(problem, limits, layout, layer))
+    back = filled_rows(back, problem, limits)
+    shape = {"num_ranks": table.num_ranks, "num_logical": table.num_logical}
+    before = residencies(table.physical_to_logical, **shape)
+    moves, fewer = ((residencies(some, **shape) & ~before).sum(axis=(1, 2)) for some in (rows, back))
+    made = rows.copy()
+    for layer in np.argsort(fewer - moves, kind="stable").tolist():
+        made[layer] = back[layer]
+        if _over(made, problem, limits) is None:
+            return made
+    raise InvalidInputError(
+        f"every slot is to be filled, and {empty} are empty now, but even so {_over(made, problem, limits)}; raise that limit,"
+        f" or plan without fill_slots"
+    )
 
 
 def _is_map(rows: object, problem: PlanningProblem) -> bool:
@@ -56,9 +112,13 @@ def filled_rows(rows: Int32Array, problem: PlanningProblem, limits: Limits) -> I
         )
     )
     empty = (rows.reshape(-1, *limits.usable.shape) == EMPTY_SLOT) & limits.usable
+    table = problem.current
+    live = np.where(limits.usable.reshape(-1)[None, :], table.physical_to_logical, EMPTY_SLOT)
     made = rows.copy()
     for layer in np.flatnonzero(empty.any(axis=(1, 2))).tolist():
-        made[layer] = _filled_row(layer, rows[layer], problem, limits, frugal=frugal)
+        row = _filled_row(layer, rows[layer], problem, limits, frugal=frugal)
+        if row_fault(row, limits, table.num_logical) is None or not np.array_equal(rows[layer], live[layer]):
+            made[layer] = row  # a live row with faults may stay as it is, but not change
     return rows if np.array_equal(made, rows) else made
 
 

@@ -160,15 +160,16 @@ def _plan_plain(problem: PlanningProblem, limits: Limits, loads: Float64Array) -
         elif busy[layer]:
             plans.append(LayerPlan(row, float(before[layer]), float(after[layer]), int(moves[layer])))
         else:
-            plans.append(_mended(problem, layer_task(problem, limits, layout, layer), layer))
+            plans.append(_mended(problem, layer_task(problem, limits, layout, layer), layer, can_stay=False))
     return plans
 
 
-def _mended(problem: PlanningProblem, task: LayerTask, layer: int) -> LayerPlan:
-    """The nearest legal row of a layer without load."""
+def _mended(problem: PlanningProblem, task: LayerTask, layer: int, *, can_stay: bool) -> LayerPlan:
+    """The nearest legal row of a layer without load. can_stay: the current one reaches every expert."""
     row = repaired_row(task)
     shape = {"num_ranks": task.num_ranks, "num_logical": task.num_logical}
-    return LayerPlan(row, np.inf, 0.0, count_moves(problem.current.physical_to_logical[layer], row, **shape))
+    moves = count_moves(problem.current.physical_to_logical[layer], row, **shape)
+    return LayerPlan(row, 0.0 if can_stay else np.inf, 0.0, moves)
 
 
 def _plan_tasks(problem: PlanningProblem, limits: Limits, loads: Float64Array) -> list[LayerPlan | None]:
@@ -183,7 +184,7 @@ def _plan_tasks(problem: PlanningProblem, limits: Limits, loads: Float64Array) -
     for layer, load in enumerate(loads):
         if not load.any():
             task = None if legal[layer] else layer_task(problem, limits, layout, layer)
-            plans.append(None if task is None else _mended(problem, task, layer))
+            plans.append(None if task is None else _mended(problem, task, layer, can_stay=bool(reachable[layer])))
             continue
         row = _row_of(problem, limits, layout, load, layer)
         before = height_of(rows[layer], load, limits, bases[layer]) if reachable[layer] else np.inf

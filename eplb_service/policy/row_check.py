@@ -108,7 +108,7 @@ def row_faults(
             open_slot = next((slot for slot in empty_slots(row, limits) if _is_open(layer, row, slot, problem, limits)), None)
             if open_slot is not None:
                 return f"{name}: slot {open_slot} is empty, but the engine's tables know no empty slot", ()
-        if not unchanged and has_strict_groups(problem) and (spread := _spread_group(row, problem)) is not None:
+        if not unchanged and has_strict_groups(problem) and (spread := spread_group(row, problem)) is not None:
             groups = problem.constraints.num_groups
             return f"{name}: expert group {spread} of {groups} is spread over several nodes", ()
     return None, tuple(kept)
@@ -142,7 +142,7 @@ def _is_open(layer: int, row: npt.NDArray[np.integer], slot: int, problem: Plann
     return bool(experts_that_may_join(layer, row, slot // problem.current.slots_per_rank, problem, limits).any())
 
 
-def _spread_group(row: npt.NDArray[np.int32], problem: PlanningProblem) -> int | None:
+def spread_group(row: npt.NDArray[np.int32], problem: PlanningProblem) -> int | None:
     """The first group that is on several nodes. Row: shape (P,)."""
     table, num_groups = problem.current, problem.constraints.num_groups or 1
     node_of_slot = np.repeat(np.array(problem.topology.node_indices), table.slots_per_rank)

@@ -28,6 +28,9 @@ EVEN_SHARE = 0.2
 SCENARIOS_MAX = 16
 """Of more sub-windows than these the older ones are pooled."""
 
+SQUARED_MAX = 1e100
+"""Larger loads are scaled down (by a power of two, exactly) before they are squared."""
+
 
 def scenarios_of(loads: Float64Array) -> tuple[Float64Array, Float64Array]:
     """Scenarios of a series and their weights. Loads: shape (W, L, E), in time order.
@@ -57,6 +60,8 @@ def best_decay(loads: Float64Array) -> float:
     """The decay whose forecasts of each next sub-window had the least error; of equals the faster. Loads: shape (W, L, E)."""
     if loads.shape[0] < SUB_WINDOWS_FEW:
         return DECAY_UNKNOWN
+    if (high := float(loads.max())) > SQUARED_MAX:
+        loads = loads * 2.0 ** -np.frexp(high)[1]
     scale = loads.mean(axis=0) + 1e-9  # of counts: their variance grows with their mean
     errors = {decay: _forecast_error(loads, decay, scale) for decay in DECAYS}
     return min(errors, key=lambda decay: errors[decay])

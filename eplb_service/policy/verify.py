@@ -17,7 +17,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import NO_MOVES, residency_moves
 from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.policy.base import FrontPoint, PlanningProblem, Proposal, RawPlan
-from eplb_service.policy.bounds import imbalance_bounds
+from eplb_service.policy.bounds import heights_that_may_stay, imbalance_bounds
 from eplb_service.policy.limits import Limits, limits_of
 from eplb_service.policy.plan_costs import costs_of
 from eplb_service.policy.row_check import Changes, limits_may_forbid, move_fault, row_faults
@@ -105,14 +105,16 @@ def _bounds(
     raw: RawPlan, rows: Int32Array, problem: PlanningProblem, limits: Limits, after: Imbalance, policy: str
 ) -> Imbalance:
     """The better of the combinatorial bound and the policy's own claim, which its own plan must not refute."""
-    bounds = imbalance_bounds(problem, limits)
+    kept = heights_that_may_stay(problem, limits)
+    bounds = tuple(map(min, imbalance_bounds(problem, limits), kept))
     if not raw.lower_bound:
-        return Imbalance(bounds)
+        return Imbalance(tuple(map(min, bounds, after.per_layer)))
     if len(raw.lower_bound) != problem.current.num_layers:
         raise _fail(policy, f"{len(raw.lower_bound)} lower bounds for {problem.current.num_layers} layers")
     even = imbalance_of(problem.total_loads, _checked_table(rows, None, problem, policy), problem.topology)
     best = []
-    for layer, (own, claimed, reached) in enumerate(zip(bounds, raw.lower_bound, even.per_layer, strict=True)):
+    known = zip(bounds, raw.lower_bound, even.per_layer, kept, strict=True)
+    for layer, (own, claimed, reached, stays) in enumerate(known):
         given: object = claimed
         if not isinstance(given, int | float | np.floating | np.integer) or not math.isfinite(given):
             raise _fail(policy, f"layer {problem.current.layer_ids[layer]}: claims that no placement is below {given!r}")
@@ -122,7 +124,7 @@ def _bounds(
                 f"layer {problem.current.layer_ids[layer]}: claims that no placement is below {claimed},"
                 f" its own plan has {reached:.6f}",
             )
-        best.append(max(own, min(float(claimed), reached)) if problem.dispatch in ("even", "hashed") else own)
+        best.append(max(own, min(float(claimed), reached, stays)) if problem.dispatch in ("even", "hashed") else own)
     return Imbalance(tuple(min(bound, reached) for bound, reached in zip(best, after.per_layer, strict=True)))
 
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError, PolicyFailedError
 from eplb_service.offline.plan import fleet_topology, starting_table
-from eplb_service.placement import EMPTY_SLOT, Int32Array
+from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, RawPlan
 from eplb_service.policy.fill import filled
 from eplb_service.policy.registry import load_policy
@@ -125,3 +126,30 @@ def test_slots_that_must_be_filled_and_may_not_be_moved_into_contradict_one_anot
     now = problem.current.with_rows(dict(enumerate(emptied(problem).physical_to_logical)))
     with pytest.raises(InvalidInputError, match=r"4 empty slots .* at most 3 moves are allowed; raise max_moves"):
         run_policy(load_policy("minmove"), replace(problem, current=now))
+
+
+def test_filling_that_takes_too_many_moves_falls_back_to_the_nearest_full_rows_or_says_so() -> None:
+    topology = fleet_topology(num_ranks=3)
+    rows = np.array([[0, 3, 1, 4, 2, 4, 4, 4, -1], [-1, 1, 3, 0, 2, 4, 3, -1, -1]], np.int32)
+    current = Table("m", (3, 9), 5, topology.rank_ids, rows)
+    loads = np.array([[[100.0, 2, 2, 0, 0], [100.0, 20, 0, 1, 7]]])
+    for dispatch in (Dispatch.EVEN, Dispatch.WEIGHTED):
+        asked = PlanningProblem(loads=loads, topology=topology, current=current, dispatch=dispatch, time_limit_s=60.0)
+        for name in ("greedy", "minmove", "robust", "ilp"):
+            six = replace(asked, constraints=Constraints(fill_slots=True, max_moves=6))
+            proposal = verify(six, run_policy(load_policy(name), six), policy=name, solve_s=0.0)
+            assert not has_empty(proposal.placement.physical_to_logical)
+            five = replace(asked, constraints=Constraints(fill_slots=True, max_moves=5))
+            with pytest.raises(InvalidInputError, match=r"4 are empty now, but even so 6 moves; at most 5 are allowed"):
+                verify(five, run_policy(load_policy(name), five), policy=name, solve_s=0.0)
+
+
+def test_points_of_a_front_that_cannot_be_filled_within_the_limits_are_dropped_with_their_shares() -> None:
+    problem = problem_of(constraints=Constraints(fill_slots=True, max_moves=0))
+    full = problem.current.physical_to_logical.copy()
+    swapped = full.copy()
+    swapped[0, 0], swapped[0, 4] = full[0, 4], EMPTY_SLOT
+    shares = np.ones(full.shape, np.float32)
+    made = filled(problem, RawPlan(physical_to_logical=full, front=(swapped, full), front_shares=(shares, shares * 2)))
+    assert len(made.front) == len(made.front_shares) == 1
+    assert np.array_equal(made.front_shares[0], shares * 2)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, Proposal, Resilience
+from eplb_service.policy.base import Constraints, ExpertOnRank, FailureDomain, PlanningProblem, Proposal, Resilience
 from eplb_service.policy.greedy import GreedyPolicy
 from eplb_service.policy.verify import verify
+from eplb_service.policy.warm_up import run_policy
 from eplb_service.topology import Topology
 
 GOLDEN = [600.0, 560, 120, 120, 20, 10, 10, 10]
@@ -416,3 +417,18 @@ def test_standard_work_takes_milliseconds_once_compiled() -> None:
         policy.plan(problem)
         used_s.append(time.thread_time() - started)
     assert min(used_s) < 0.05, "an order of magnitude above what it takes: a loop fell out of the compiled code"
+
+
+def test_idle_layer_that_breaks_a_promise_and_may_not_be_mended_stays_as_it_is() -> None:
+    topology = Topology.regular(num_ranks=3)
+    row = np.array([[0, 2, -1, 1, 3, -1, -1, -1, -1]], np.int32)
+    problem = PlanningProblem(
+        loads=np.zeros((1, 1, 4)),
+        topology=topology,
+        current=Table("m", (3,), 4, topology.rank_ids, row),
+        constraints=Constraints(max_moves_per_rank=1, resilience=Resilience(hot_share=1.0, domain=FailureDomain.RANK)),
+    )
+    proposal = verify(problem, run_policy(GreedyPolicy(), problem), policy="greedy", solve_s=0.0)
+    assert proposal.moves.experts == 0
+    assert proposal.costs is not None
+    assert proposal.costs.unprotected == 4

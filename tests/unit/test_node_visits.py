@@ -131,3 +131,12 @@ def test_pairs_that_no_tokens_can_have_are_refused(pairs: npt.NDArray[np.float64
 
 def test_the_diagonal_is_ignored() -> None:
     assert checked_pairs(np.diag([100.0, 5.0])[None], np.array([[1.0, 1.0]]), (0,)).tolist() == [[[0.0, 0.0], [0.0, 0.0]]]
+
+
+def test_pairs_of_experts_without_tokens_are_rounding_and_count_for_nothing() -> None:
+    pairs = np.zeros((1, 2, 2))
+    pairs[0, 0, 1] = pairs[0, 1, 0] = 1e-12
+    table = Table("m", (0,), 2, (RankId(0), RankId(1)), np.array([[0, 1]], np.int32))
+    loads = np.zeros((1, 2))
+    found = visits_of(loads, checked_pairs(pairs, loads, (0,)), table, Topology.regular(num_ranks=2, num_nodes=2))
+    assert (found.pair_share, found.least, found.most) == (0.0, 0.0, 0.0)

@@ -153,3 +153,32 @@ def test_a_layer_too_large_for_the_exact_model_keeps_a_heuristic_plan() -> None:
     proposal = plan(problem_of(loads, num_ranks=64, slots=12, work_budget=100), "ilp")
     assert not proposal.placement.uncovered()
     assert proposal.predicted.worst <= proposal.before.worst
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loads": np.full((1, 1, 4), 1e308)}, r"at most 1e\+300 of an expert; window 0 layer 0 expert 0 has 1e\+308"),
+        (
+            {"topology": Topology((RankId(0), RankId(1)), ("a", "a"), (1.0, 1e-308))},
+            "rank 1 has capacity 1e-308",
+        ),
+        ({"topology": Topology((RankId(0), RankId(1)), ("a", "a"), base_load=(0.0, 1e300))}, "rank 1 has a base load of 1e"),
+        ({"expert_bytes": (10**23,)}, "an expert of layer 0 has 1000+ bytes; sizes run from 0 to"),
+        ({"expert_bytes": (-1,)}, "an expert of layer 0 has -1 bytes"),
+    ],
+)
+def test_numbers_that_arithmetic_cannot_hold_are_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        replace(problem_of(np.ones((1, 4)), num_ranks=2, slots=3), **change)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_loads_that_were_averaged_away_count_as_none_and_the_largest_are_planned(policy: str) -> None:
+    gone = plan(problem_of([[5e-324, 1e-300, 0.0, 1e-291], [3.0, 5.0, 1.0, 5e-324]], num_ranks=2, slots=3), policy)
+    assert gone.predicted.per_layer[0] == gone.lower_bound.per_layer[0] == 1.0
+    large = plan(problem_of(np.array([[1.0, 0.25, 0.5, 0.125]]) * 1e300, num_ranks=2, slots=3), policy)
+    assert large.predicted.worst == pytest.approx(
+        plan(problem_of(np.array([[8.0, 2.0, 4.0, 1.0]]), num_ranks=2, slots=3), policy).predicted.worst
+    )

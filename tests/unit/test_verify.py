@@ -228,3 +228,23 @@ def test_soft_groups_are_counted_not_refused() -> None:
     costs = check(of([[0, 2, 1, 3]]), problem).costs
     assert costs is not None
     assert costs.off_node == 2.0
+
+
+@pytest.mark.parametrize("dispatch", list(Dispatch))
+@pytest.mark.parametrize("constraints", [Constraints(), Constraints(max_replicas=1), Constraints(num_groups=2)])
+def test_no_bound_is_above_a_live_row_that_may_stay_whatever_rule_for_new_rows_it_breaks(
+    dispatch: Dispatch, constraints: Constraints
+) -> None:
+    topology = Topology.regular(num_ranks=2, num_nodes=2)
+    faulty = np.array([[0, 0, 1, 1], [0, 1, 0, 1]], np.int32)  # twice on a rank; both groups on both nodes
+    table = Table("m", (0, 1), 2, topology.rank_ids, faulty)
+    problem = PlanningProblem(
+        loads=np.array([[[3.0, 3.0], [9.0, 1.0]]]), topology=topology, current=table, dispatch=dispatch, constraints=constraints
+    )
+    legal = np.array([[0, -1, 1, -1], [0, -1, 1, -1]], np.int32)
+    stays = verify(problem, RawPlan(physical_to_logical=faulty), policy="x", solve_s=0.0)
+    goes = verify(problem, RawPlan(physical_to_logical=legal), policy="x", solve_s=0.0)
+    claims = verify(problem, RawPlan(physical_to_logical=legal, lower_bound=(1.0, 1.8)), policy="x", solve_s=0.0)
+    for proposal in (stays, goes, claims):
+        pairs = zip(proposal.lower_bound.per_layer, stays.predicted.per_layer, strict=True)
+        assert all(low <= reached * (1 + 1e-12) for low, reached in pairs)
