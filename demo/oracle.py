@@ -143,6 +143,7 @@ class OracleProcess:
         self._process.join(10)
 
     def kill(self) -> None:
-        """End it at once."""
+        """End it at once; requests that it has not taken in yet are dropped, not waited for at the end of this process."""
+        self._requests.cancel_join_thread()
         if self._process.is_alive():
             self._process.kill()

@@ -5,4 +5,4 @@ grpc, redis, torch, clock or randomness of their own, numpy only. `store`, `rpc`
 them.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

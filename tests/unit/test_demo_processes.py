@@ -81,6 +81,19 @@ def test_oracle_judges_on_after_ctrl_c_and_its_death_is_told() -> None:
         oracle.collect()
 
 
+def test_requests_that_a_killed_oracle_left_do_not_hold_up_the_end_of_the_process() -> None:
+    """More than a pipe takes: the thread that writes them would wait for a reader for ever."""
+    program = (
+        "from demo.oracle import OracleProcess, Served\n"
+        "if __name__ == '__main__':\n"
+        "    oracle = OracleProcess()\n"
+        "    for number in range(200):\n"
+        "        oracle.submit(Served(number, 'code', b'x' * 4096, (1,), (0,), ((0,),)))\n"
+        "    oracle.kill()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], timeout=30, check=True)
+
+
 def wait_until_judged(oracle: OracleProcess) -> None:
     deadline = time.monotonic() + 60
     while oracle.waiting:
