@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from eplb_service.moves import align_slots
 from eplb_service.policy.anneal_routes import Routes
 from eplb_service.policy.front import Point, pareto
 from eplb_service.policy.layer_search import Expired, Found, LayerSearch
@@ -159,6 +160,9 @@ class LayerPlanner:
         row = row_near(bins, live, self.task.usable, self.kinds, self.task.num_logical).reshape(self.task.held.shape)
         if not is_met(self.task, row):
             return known
+        if self.task.pinned.any():  # a search leaves those slots alone in which the start holds what is pinned
+            start = self.search.start.reshape(-1)
+            row = align_slots(start, row.reshape(-1), num_ranks=self.task.num_ranks, usable=self.task.usable).reshape(row.shape)
         greedy = self.search.found(row[self.task.usable])
         return greedy if greedy.height < known.height else known
 

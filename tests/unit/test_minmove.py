@@ -339,3 +339,20 @@ def test_counts_beyond_two_to_the_53_and_ties_are_planned() -> None:
     loads = np.array([[2.0**60, 2.0**60, 2.0**59, 2.0**59, 1.0, 0.0], [7.0] * 6])
     proposal = plan(table_problem(loads, num_ranks=3, slots_per_rank=3, target=1.2))
     assert proposal.predicted.worst <= 1.2
+
+
+def test_search_from_another_row_leaves_pins_alone_that_lie_in_other_slots_than_where_it_started() -> None:
+    topology = Topology.regular(num_ranks=2)
+    problem = PlanningProblem(
+        loads=np.array([[[100.0, 11, 200, 30, 39]]]),
+        topology=topology,
+        current=Table("m", (9,), 5, topology.rank_ids, np.array([[-1, 4, 4, 0, 2, 1]], np.int32)),
+        constraints=Constraints(pinned=frozenset({ExpertOnRank(3, 1), ExpertOnRank(4, 1)}), max_replicas=3),
+        front=True,
+        time_limit_s=60.0,
+    )
+    for seed in range(12):
+        asked = replace(problem, seed=seed, work_budget=3000)
+        raw = run_policy(MinMovePolicy(), asked)
+        verify(asked, raw, policy="minmove", solve_s=0.0)
+        assert all({3, 4} <= set(rows[0, 3:].tolist()) for rows in (raw.physical_to_logical, *raw.front))
