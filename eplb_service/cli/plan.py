@@ -13,7 +13,7 @@ from eplb_service.cli.client import planner_client, the_deployment, tls_options
 from eplb_service.cli.front_picture import check_picture, draw_front
 from eplb_service.cli.grouped import GroupedCommand, take_defaults_from
 from eplb_service.cli.output import console, output_option, print_json
-from eplb_service.cli.plan_request import checked_together, flag, loads_of, moves_are_free, problem_of, together_of
+from eplb_service.cli.plan_request import check_out, checked_together, flag, loads_of, moves_are_free, problem_of, together_of
 from eplb_service.dispatch import Dispatch
 from eplb_service.formats.loads import LOAD_FORMATS
 from eplb_service.policy.base import Effort
@@ -298,6 +298,8 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     if options["pareto"] not in (None, TABLE):
         check_picture(options["pareto"])
     engine = None if options["out"] is None else format_to_write(options["out"])
+    if options["out"] is not None:
+        check_out(options["out"].path)
     if engine not in (None, "eplb"):
         options = {**options, "fill_slots": True, "from_nothing": options["from_nothing"] or moves_are_free(options)}
     recording, source_loads = loads_of(load, options)

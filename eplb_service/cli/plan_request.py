@@ -79,6 +79,14 @@ def checked_together(options: Mapping[str, Any], *, from_file: Collection[str]) 
     return kept
 
 
+def check_out(path: Path) -> None:
+    """Raises InvalidInputError, before a plan is made, when the placement cannot be written there."""
+    if path.is_dir():
+        raise InvalidInputError(f"{path} is a folder; name the file to write the placement to")
+    if not path.absolute().parent.is_dir():
+        raise InvalidInputError(f"there is no folder {path.parent} for the placement {path.name}")
+
+
 def moves_are_free(options: Mapping[str, Any]) -> bool:
     """Whether an engine that starts from the plan has nothing in place: no option speaks of moves."""
     return not any(_is_given(options[name]) for name in ("current", "to", "pareto", *MOVE_LIMITS))

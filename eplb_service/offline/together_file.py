@@ -131,7 +131,7 @@ def read_together(
     """
     if path.suffix.lower() not in (".npy", ".npz"):
         recorded = _recorded(path, loads, layer_ids)
-        return Together(pairs=scaled_pairs(recorded.counted(), loads, str(path)), choices=recorded)
+        return Together(pairs=_known_pairs(recorded.counted(), loads, path), choices=recorded)
     if not path.is_file():
         raise InvalidInputError(f"there is no file {path}")
     num_layers, num_logical = loads.shape
@@ -145,7 +145,7 @@ def read_together(
             data = _read(file, int(np.prod(shape)) * header.dtype.itemsize, path)
             given = np.frombuffer(data, header.dtype).reshape(shape, order="F" if header.fortran else "C")
             pairs = given[list(places[shape[0]])].astype(np.float64)
-            return Together(pairs=scaled_pairs(pairs, loads, str(path)))
+            return Together(pairs=_known_pairs(pairs, loads, path))
     if len(shape) != 3 or shape[1] not in places or not 1 <= shape[2] <= CHOICES_MAX or kind not in "iu" or not shape[0]:
         raise InvalidInputError(
             f"{path}: got {header.dtype} of shape {shape}; give pairs, numbers of shape (layers, experts, experts) = {square},"
@@ -161,7 +161,18 @@ def read_together(
         k=shape[2],
         positions=places[shape[1]],
     )
-    return Together(pairs=scaled_pairs(choices.counted(), loads, str(path)), choices=choices)
+    return Together(pairs=_known_pairs(choices.counted(), loads, path), choices=choices)
+
+
+def _known_pairs(given: Float64Array, loads: Float64Array, path: Path) -> Float64Array:
+    """`scaled_pairs` of a file. Raises InvalidInputError when it has none at all, so that no plan is made on nothing."""
+    pairs = scaled_pairs(given, loads, str(path))
+    if not pairs.any():
+        raise InvalidInputError(
+            f"{path}: no token chose two different experts that have load, so that it says nothing of experts chosen together;"
+            f" record tokens with their top-k choices (k of 2 or more), or plan without --together"
+        )
+    return pairs
 
 
 def _recorded(path: Path, loads: Float64Array, layer_ids: tuple[int, ...] | None) -> TokenChoices:

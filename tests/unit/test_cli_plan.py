@@ -263,6 +263,8 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
         (("--max-imbalance", "0.9"), "0.9 is not in the range x>=1"),
         (("--pareto", "front.gif"), "front.gif ends in .gif; pictures are written as .svg, .png, .pdf"),
         (("--pareto", "none/front.svg"), "there is no folder none for the picture front.svg"),
+        (("--out", "none/plan.json"), "there is no folder none for the placement plan.json"),
+        (("--out", "/"), "/ is a folder; name the file to write the placement to"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_early(

@@ -156,3 +156,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "two.npz", a=CHOICES, b=CHOICES)
     with pytest.raises(InvalidInputError, match="name the one to read"):
         read_together(tmp_path / "two.npz", loads)
+
+
+def test_files_without_a_single_pair_are_refused_instead_of_planned_on(tmp_path: Path) -> None:
+    loads = np.full((3, 6), 100.0)
+    nothing = {"pairs": np.zeros((3, 6, 6)), "one": CHOICES[:, :, :1], "none": np.full((5, 3, 2), -1)}
+    for name, content in nothing.items():
+        np.save(tmp_path / f"{name}.npy", content)
+        with pytest.raises(InvalidInputError, match="no token chose two different experts that have load"):
+            read_together(tmp_path / f"{name}.npy", loads)
