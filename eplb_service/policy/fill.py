@@ -30,6 +30,9 @@ def filled(problem: PlanningProblem, raw: RawPlan) -> RawPlan:
     the front that do not fit are dropped. What is no map at all is left for `verify` to name, and so is a plan that was over
     its limits before. Raises InvalidInputError when the slots cannot be filled within the limits.
     """
+    several: tuple[object, ...] = (raw.front, raw.front_shares)
+    if not all(isinstance(given, tuple | list) for given in several):
+        return raw
     maps = [raw.physical_to_logical, *raw.front]
     if not all(_is_map(rows, problem) for rows in maps):
         return raw
@@ -41,7 +44,7 @@ def filled(problem: PlanningProblem, raw: RawPlan) -> RawPlan:
     if own is not maps[0] and _over(own, problem, limits) is not None and _over(maps[0], problem, limits) is None:
         own = _within_limits(own, problem, limits)
         raw = replace(raw, shares=None if raw.shares is None else with_shares(problem, own))
-    points = [
+    fitting = [
         place
         for place, (new, old) in enumerate(zip(front, raw.front, strict=True))
         if new is old or _over(new, problem, limits) is None
@@ -50,8 +53,8 @@ def filled(problem: PlanningProblem, raw: RawPlan) -> RawPlan:
     return replace(
         raw,
         physical_to_logical=own,
-        front=tuple(front[place] for place in points),
-        front_shares=tuple(shares[place] for place in points) if len(shares) == len(front) else shares,
+        front=tuple(front[place] for place in fitting),
+        front_shares=tuple(shares[place] for place in fitting) if len(shares) == len(front) else shares,
         status=status,
     )
 
@@ -93,7 +96,7 @@ def _within_limits(rows: Int32Array, problem: PlanningProblem, limits: Limits) -
 def _is_map(rows: object, problem: PlanningProblem) -> bool:
     """Whether something of a policy's is a map of the problem's table."""
     table = problem.current
-    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "iu" or rows.shape != table.physical_to_logical.shape:
+    if type(rows) is not np.ndarray or rows.dtype.kind not in "iu" or rows.shape != table.physical_to_logical.shape:
         return False
     return bool((rows >= EMPTY_SLOT).all() and (rows < table.num_logical).all())
 

@@ -26,6 +26,14 @@ BOUND_TOLERANCE = 1e-6
 """A claimed bound may exceed the imbalance of the very plan by rounding only (relative)."""
 
 
+def _is_finite(number: float | np.floating | np.integer) -> bool:
+    """Whether a number is finite and no integer beyond floats."""
+    try:
+        return math.isfinite(number)
+    except OverflowError:
+        return False
+
+
 def _fail(policy: str, what: str) -> PolicyFailedError:
     return PolicyFailedError(f"policy {policy!r} returned an unusable plan: {what}; the live placement stays")
 
@@ -53,7 +61,7 @@ def _checked_map(given: object, problem: PlanningProblem, policy: str) -> Int32A
     if given.dtype.kind not in "iu":
         nan = given.dtype.kind == "f" and bool(np.isnan(given.astype(np.float64)).any())
         raise _fail(policy, f"physical_to_logical is {given.dtype}{' and holds NaN' if nan else ''}; expert ids are integers")
-    array: npt.NDArray[np.integer] = given
+    array: npt.NDArray[np.integer] = np.asarray(given)  # of a masked array or a matrix what it holds
     if array.shape != table.physical_to_logical.shape:
         raise _fail(policy, f"a map of shape {array.shape}; expected {table.num_layers} layers x {table.num_physical} slots")
     wrong = np.argwhere((array < EMPTY_SLOT) | (array >= table.num_logical))
@@ -116,7 +124,7 @@ def _bounds(
     known = zip(bounds, raw.lower_bound, even.per_layer, kept, strict=True)
     for layer, (own, claimed, reached, stays) in enumerate(known):
         given: object = claimed
-        if not isinstance(given, int | float | np.floating | np.integer) or not math.isfinite(given):
+        if not isinstance(given, int | float | np.floating | np.integer) or not _is_finite(given):
             raise _fail(policy, f"layer {problem.current.layer_ids[layer]}: claims that no placement is below {given!r}")
         if claimed > reached * (1 + BOUND_TOLERANCE):
             raise _fail(

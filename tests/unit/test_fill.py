@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,6 +89,12 @@ def test_what_is_full_or_no_map_stays_as_it_is() -> None:
     assert filled(problem, full) is full
     for nonsense in (np.zeros((1, 3), np.int32), np.full((2, 16), 99), np.full((2, 16), np.nan), None):
         raw = RawPlan(physical_to_logical=nonsense)  # type: ignore[arg-type]
+        assert filled(problem, raw) is raw
+    rows = emptied(problem).physical_to_logical
+    odd: dict[str, Any]
+    for odd in ({"front": None}, {"front": 5}, {"front_shares": None}, {"physical_to_logical": np.ma.array(rows)}):
+        fields: dict[str, Any] = {"physical_to_logical": rows, **odd}
+        raw = RawPlan(**fields)
         assert filled(problem, raw) is raw
 
 

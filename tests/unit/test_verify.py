@@ -69,6 +69,7 @@ def test_proposal_is_computed_not_believed() -> None:
         (of(NEW, lower_bound=(1.0,)), "1 lower bounds for 2 layers"),
         (of(NEW, lower_bound=(1.5, 1.0)), "layer 3: claims that no placement is below 1.5, its own plan has 1.1666"),
         (of(NEW, lower_bound=(float("nan"), 1.0)), "layer 3: claims that no placement is below nan"),
+        (of(NEW, lower_bound=(10**400, 1.0)), "layer 3: claims that no placement is below 1000"),
     ],
 )
 def test_nonsense_is_refused_with_layer_slot_and_numbers_vllm_23243(raw: object, message: str) -> None:
