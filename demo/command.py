@@ -33,7 +33,7 @@ def end_on_signals() -> None:
     help="Seconds of serving, shared by the kinds of prompts; start and proof come on top. A slow or busy machine is served on"
     " until two generations can be compared.",
 )
-@click.option("--policy", default="greedy", show_default=True, help="Policy that the planner uses.")
+@click.option("--policy", default="minmove", show_default=True, help="Policy that the planner uses.")
 @click.option("--keep-running", is_flag=True, help="Serve on after the last prompts, until Ctrl-C; then prove.")
 @click.option(
     "--port",

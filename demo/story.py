@@ -46,7 +46,7 @@ class DemoOptions:
 
     ranks: int = 4
     seconds: float = 60.0
-    policy: str = "greedy"
+    policy: str = "minmove"
     keep_running: bool = False
     port: int = 0
     seed: int = 1

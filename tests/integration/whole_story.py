@@ -19,7 +19,13 @@ BROKEN_OFF = 3
 
 def main(hook_factory: str, seconds: float) -> int:
     options = DemoOptions(
-        ranks=2, seconds=seconds, kinds=("logs",), in_flight=6, generations_wanted=1, hook_factory=hook_factory
+        ranks=2,
+        seconds=seconds,
+        policy="greedy",  # moves more, so that a fault shows in more slots
+        kinds=("logs",),
+        in_flight=6,
+        generations_wanted=1,
+        hook_factory=hook_factory,
     )
     try:
         with Screen(quiet=True) as screen:
