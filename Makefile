@@ -44,7 +44,12 @@ imports: $(STAMP)  ## which package may import which
 	@$(BIN)/lint-imports --no-logo
 
 unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
-	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadgroup $(PYTEST)
+ifeq ($(strip $(PYTEST)),)
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit tests/contract tests/sim
+	@$(BIN)/python -m pytest tests/integration tests/gpu  # fleets of processes want the cores for themselves
+else
+	@$(BIN)/python -m pytest $(PYTEST)
+endif
 
 proto: $(STAMP)  ## generate the protocol code again
 	@$(BIN)/python proto/generate.py

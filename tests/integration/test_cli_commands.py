@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from eplb_service import __version__
 from eplb_service.cli.root import run
 from tests.integration.planner_fleet import Fleet
 from tests.integration.test_planner_loop import QUICK
@@ -160,7 +161,7 @@ def test_planner_without_deployments_says_so_and_what_to_start(eplb: Eplb) -> No
 def test_status_shows_planner_store_settings_load_and_every_rank(stage: Stage, chat: Eplb) -> None:
     stage.report(hot=0)
     found = chat.until(("status",), lambda view: view["deployments"][0]["imbalance"], "a full window")
-    assert (found["store_ok"], found["version"]) == (True, "0.1.0")
+    assert (found["store_ok"], found["version"]) == (True, __version__)
     view = found["deployments"][0]
     assert (view["deployment"], view["state"], view["settings"]["mode"]) == (DEPLOYMENT, "ready", "observe")
     assert [rank["address"]["rank_id"] for rank in view["ranks"]] == [0, 1, 2, 3]
