@@ -13,7 +13,7 @@ BENCH ?=
 # Releases of engines: make test-engines ENGINES="--vllm 0.33.0 --sglang"
 ENGINES ?=
 
-.PHONY: help setup demo test lint types imports unit test-engines proto check-proto bench-planner planning-page clean
+.PHONY: help setup demo test test-long lint types imports unit test-engines proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -46,10 +46,13 @@ imports: $(STAMP)  ## which package may import which
 unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
 ifeq ($(strip $(PYTEST)),)
 	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit tests/contract tests/sim
-	@$(BIN)/python -m pytest tests/integration tests/gpu  # fleets of processes want the cores for themselves
+	@$(BIN)/python -m pytest -m "not long" tests/integration tests/gpu  # fleets of processes want the cores for themselves
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+test-long: $(STAMP)  ## whole fleets whose parts are killed one after another, and a weighted one (about 5 minutes)
+	@$(BIN)/python -m pytest -m long tests/integration
 
 proto: $(STAMP)  ## generate the protocol code again
 	@$(BIN)/python proto/generate.py
