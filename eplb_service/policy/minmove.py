@@ -33,10 +33,10 @@ from eplb_service.policy.shares import front_shares, with_shares
 DEFAULT_TARGET = 1.02
 """Imbalance to reach when the problem names none."""
 
-STEPS = {Effort.QUICK: 10_000_000, Effort.NORMAL: 60_000_000, Effort.THOROUGH: 400_000_000}
+STEPS = {Effort.QUICK: 10_000_000, Effort.NORMAL: 50_000_000, Effort.THOROUGH: 400_000_000}
 """Annealing steps over all layers: what the standard work (58 layers of 288 slots) takes 1, 5 and 30 s for on one core."""
 
-STEPS_PER_SLOT = {Effort.QUICK: 600, Effort.NORMAL: 3_600, Effort.THOROUGH: 24_000}
+STEPS_PER_SLOT = {Effort.QUICK: 600, Effort.NORMAL: 3_000, Effort.THOROUGH: 24_000}
 """Steps for each usable slot of a layer that are worth while: small tables take less than all of `STEPS`."""
 
 STEPS_PER_LAYER_MIN = 60_000
