@@ -110,7 +110,12 @@ PLANS = [
     ("current: fractions", ("--load", "load.npy", *FLEET, "--current", "map_fractions.npy"), 2, ["integers; got float64"]),
     ("current: uncovered", ("--load", "load.npy", *FLEET, "--current", "map_uncovered.npy"), 2, ["no slot for expert 1"]),
     ("current: experts", ("--load", "load.npy", *FLEET, "--current", "map_other.json"), 2, ["num_logical 8, expected 16"]),
-    ("out: no folder", ("--load", "load.npy", *FLEET, "--out", "none/plan.json"), 2, ["there is no folder none for the placement plan.json"]),
+    (
+        "out: no folder",
+        ("--load", "load.npy", *FLEET, "--out", "none/plan.json"),
+        2,
+        ["there is no folder none"],
+    ),
 ]
 
 
