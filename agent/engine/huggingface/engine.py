@@ -104,7 +104,10 @@ class HuggingFaceEngine:
         for experts in found:
             self._take_over(model, experts)
         self.port = HuggingFacePort(
-            self._describe(num_experts, group_id), self._layers, device=self._empty.device, on_fail_stop=on_fail_stop
+            description=self._describe(num_experts, group_id),
+            layers=self._layers,
+            device=self._empty.device,
+            on_fail_stop=on_fail_stop,
         )
 
     @property
