@@ -121,6 +121,14 @@ def source_parts(table: Table, topology: Topology, source_loads: npt.ArrayLike |
     return parts
 
 
+def serving_ranks(topology: Topology) -> tuple[npt.NDArray[np.int64], Float64Array, Float64Array]:
+    """Positions of the ranks that serve, their capacities and their own work in mean rank loads. Each: shape (serving,)."""
+    alive = np.array(topology.alive_positions(), np.int64)
+    capacity = np.array(topology.capacity or (1.0,) * topology.num_ranks)
+    base = np.array(topology.base_load or (0.0,) * topology.num_ranks)
+    return alive, capacity[alive], base[alive]
+
+
 def own_work(topology: Topology, tokens: npt.ArrayLike) -> Float64Array:
     """Work of each rank beside the tokens of layers, in tokens; 0 for dead ranks. Tokens: of each layer, shape (…). (…, R)."""
     base = topology.base_load or (0.0,) * topology.num_ranks

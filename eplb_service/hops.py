@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from eplb_service.dispatch import Dispatch, Float64Array, copies_on_ranks, on_nodes, rank_shares, source_parts
 from eplb_service.errors import InvalidInputError
+from eplb_service.moves import on_nics
 from eplb_service.placement import Table
 from eplb_service.topology import Topology
 
@@ -119,10 +120,8 @@ def _from_afar(tokens: Float64Array, table: Table, topology: Topology, dispatch:
 
 def _into_busiest_nics(from_afar: Float64Array, topology: Topology) -> tuple[float, int]:
     """Tokens over the busiest NIC of each layer, summed over layers, and NICs with a rank that serves. From afar: (L, R)."""
-    by_nic = np.zeros((topology.num_nics, from_afar.shape[0]))
-    np.add.at(by_nic, np.array(topology.nic_indices), from_afar.T)
     serving = {nic for nic, alive in zip(topology.nic_indices, topology.alive, strict=True) if alive}
-    return float(by_nic.max(axis=0).sum()), len(serving)
+    return float(on_nics(from_afar, topology).max(axis=1).sum()), len(serving)
 
 
 def _nearest_parts(table: Table, topology: Topology, parts: Float64Array) -> tuple[Float64Array, Float64Array]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import Dispatch, rank_shares
+from eplb_service.dispatch import Dispatch, rank_shares, serving_ranks
 from eplb_service.placement import Table
 from eplb_service.topology import Topology
 
@@ -86,9 +86,7 @@ class Horizon:
 
 def imbalance_by_load(loads: Sequence[Float64Array], topology: Topology, shares: Sequence[Float64Array]) -> float:
     """Imbalance, mean over the layers of all tables weighted by their tokens. shares: of each table, see `rank_shares`."""
-    alive = list(topology.alive_positions())
-    capacity = np.ones(len(alive)) if topology.capacity is None else np.array([topology.capacity[at] for at in alive])
-    base = np.zeros(len(alive)) if topology.base_load is None else np.array([topology.base_load[at] for at in alive])
+    alive, capacity, base = serving_ranks(topology)
     busiest = fair = 0.0
     for load, share in zip(loads, shares, strict=True):
         work = (share @ load[:, :, None])[:, alive, 0]

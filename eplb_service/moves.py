@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,8 @@ import numpy.typing as npt
 from eplb_service.errors import InvalidInputError
 from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.topology import LinkKind, Topology
+
+Number = TypeVar("Number", bound=np.number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +144,16 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
     )
 
 
+def on_nics(values: npt.NDArray[Number], topology: Topology) -> npt.NDArray[Number]:
+    """Sums over the ranks behind each NIC. Values: shape (…, R). Returns shape (…, NICs)."""
+    sums = np.zeros((topology.num_nics, *values.shape[:-1]), values.dtype)
+    np.add.at(sums, np.array(topology.nic_indices), np.moveaxis(values, -1, 0))
+    return np.moveaxis(sums, 0, -1)
+
+
 def _into_busiest_nic(from_afar: npt.NDArray[np.int64], topology: Topology) -> int:
     """Most bytes over one NIC, 0 where none are named. From afar: bytes from other nodes into each rank, shape (R,)."""
-    if topology.nics is None:
-        return 0
-    by_nic = np.zeros(topology.num_nics, np.int64)
-    np.add.at(by_nic, np.array(topology.nic_indices), from_afar)
-    return int(by_nic.max())
+    return 0 if topology.nics is None else int(on_nics(from_afar, topology).max())
 
 
 def align_slots(

@@ -12,7 +12,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from eplb_service.dispatch import Dispatch, rank_shares
+from eplb_service.dispatch import Dispatch, rank_shares, serving_ranks
 from eplb_service.placement import Table
 from eplb_service.topology import Topology
 
@@ -157,10 +157,8 @@ def rank_moments(
     (`Topology.base_load`) counted and without noise. A layer without load has (1, 0). Where the replica of a single token is
     chance (by a hash, a weight, or the rank that it happens to come from) that adds binomial noise.
     """
-    alive = list(topology.alive_positions())
-    capacity = np.ones(len(alive)) if topology.capacity is None else np.array([topology.capacity[p] for p in alive])
-    base = np.zeros(len(alive)) if topology.base_load is None else np.array([topology.base_load[p] for p in alive])
-    base = base / max(1, len(alive))
+    alive, capacity, base = serving_ranks(topology)
+    base = base / max(1, alive.size)
     shares = rank_shares(table, topology, dispatch, source_loads)[:, alive, :]
     total = loads.sum(axis=1)
     safe = np.where(total > 0, total, 1.0)

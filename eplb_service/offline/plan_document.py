@@ -148,11 +148,7 @@ def _constraints(constraints: Constraints) -> dict[str, object]:
         "pins": _residencies(constraints.pinned),
         "bars": _residencies(constraints.barred),
         "resilient": None if resilience is None else f"{resilience.hot_share:g}:{resilience.domain.value}",
-        "max_moves": constraints.max_moves,
-        "max_move_bytes": constraints.max_move_bytes,
-        "max_moves_per_rank": constraints.max_moves_per_rank,
-        "max_moves_per_layer": constraints.max_moves_per_layer,
-        "max_layers": constraints.max_layers,
+        **constraints.move_limits,
         "max_replicas": constraints.max_replicas,
     }
 

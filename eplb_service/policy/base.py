@@ -98,6 +98,17 @@ class Constraints:
     max_layers: int | None = None
     max_replicas: int | None = None
 
+    @property
+    def move_limits(self) -> dict[str, int | None]:
+        """What bounds how much a plan moves, by name."""
+        return {
+            "max_moves": self.max_moves,
+            "max_move_bytes": self.max_move_bytes,
+            "max_moves_per_rank": self.max_moves_per_rank,
+            "max_moves_per_layer": self.max_moves_per_layer,
+            "max_layers": self.max_layers,
+        }
+
 
 class Effort(StrEnum):
     """How long a policy searches when no work budget is given. Seconds are those of the standard work on one core."""

@@ -261,14 +261,7 @@ def _check_pins_of_groups(problem: PlanningProblem, limits: Limits) -> None:
 def _check_move_limits(problem: PlanningProblem, limits: Limits) -> None:
     """Lost experts and pins that are not there yet need moves: not more than a plan may make."""
     constraints = problem.constraints
-    limited = (
-        constraints.max_moves,
-        constraints.max_move_bytes,
-        constraints.max_moves_per_rank,
-        constraints.max_moves_per_layer,
-        constraints.max_layers,
-    )
-    if all(most is None for most in limited):
+    if all(most is None for most in constraints.move_limits.values()):
         return
     lost, unpinned = _needed_moves(problem, limits)
     needed = lost + unpinned.sum(axis=1)

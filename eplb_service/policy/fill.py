@@ -18,6 +18,7 @@ from eplb_service.policy.base import PlanningProblem, RawPlan
 from eplb_service.policy.groups import Layout, grouped_rows
 from eplb_service.policy.layer_task import layer_task
 from eplb_service.policy.limits import Limits, legal_rows, limits_of, row_fault
+from eplb_service.policy.move_limits import moves_are_limited
 from eplb_service.policy.repair import repaired_row
 from eplb_service.policy.row_check import Changes, empty_slots, experts_that_may_join, move_fault
 from eplb_service.policy.shares import with_shares
@@ -103,17 +104,7 @@ def _is_map(rows: object, problem: PlanningProblem) -> bool:
 
 def filled_rows(rows: Int32Array, problem: PlanningProblem, limits: Limits) -> Int32Array:
     """Rows of shape (L, P) in which every usable slot holds an expert, where one may; the rows given where none changes."""
-    constraints = problem.constraints
-    frugal = not problem.from_nothing and any(
-        limit is not None
-        for limit in (
-            constraints.max_moves,
-            constraints.max_moves_per_rank,
-            constraints.max_moves_per_layer,
-            constraints.max_layers,
-            constraints.max_move_bytes,
-        )
-    )
+    frugal = moves_are_limited(problem)
     empty = (rows.reshape(-1, *limits.usable.shape) == EMPTY_SLOT) & limits.usable
     table = problem.current
     live = np.where(limits.usable.reshape(-1)[None, :], table.physical_to_logical, EMPTY_SLOT)

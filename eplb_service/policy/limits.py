@@ -120,8 +120,7 @@ def _check_numbers(problem: PlanningProblem) -> None:
     constraints = problem.constraints
     if constraints.max_replicas is not None and constraints.max_replicas < 1:
         raise InvalidInputError(f"max_replicas must be at least 1; got {constraints.max_replicas}")
-    for name in ("max_moves", "max_move_bytes", "max_moves_per_rank", "max_moves_per_layer", "max_layers"):
-        most: int | None = getattr(constraints, name)
+    for name, most in constraints.move_limits.items():
         if most is not None and most < 0:
             raise InvalidInputError(f"{name} must be at least 0; got {most}")
     price = constraints.group_price

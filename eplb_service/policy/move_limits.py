@@ -40,24 +40,23 @@ class LayerPlan:
     moves: int
 
 
+def moves_are_limited(problem: PlanningProblem) -> bool:
+    """Whether anything bounds how much a plan moves; from nothing, nothing does."""
+    return not problem.from_nothing and any(limit is not None for limit in problem.constraints.move_limits.values())
+
+
 class MoveAccount:
     """What limits on moves leave, and what chosen rows take of it."""
 
     def __init__(self, problem: PlanningProblem) -> None:
-        constraints, table = problem.constraints, problem.current
+        table = problem.current
         self._problem = problem
         unlimited = np.iinfo(np.int64).max
-        given = [None] * 5 if problem.from_nothing else [
-            constraints.max_moves,
-            constraints.max_move_bytes,
-            constraints.max_moves_per_rank,
-            constraints.max_moves_per_layer,
-            constraints.max_layers,
-        ]  # fmt: skip
         self.moves, self.bytes, self.per_rank, self.per_layer, self.layers = (
-            unlimited if limit is None else int(limit) for limit in given
+            unlimited if limit is None or problem.from_nothing else int(limit)
+            for limit in problem.constraints.move_limits.values()
         )
-        self.binds = any(limit is not None for limit in given)
+        self.binds = moves_are_limited(problem)
         self._taken = np.zeros((table.num_layers, table.num_ranks), np.int64)
         self._changed = np.zeros(table.num_layers, np.bool_)
         # What goes out of slots that may not be used is no change that anybody chose.
