@@ -245,8 +245,11 @@ def show_front(plan: OfflinePlan) -> None:
     has_bytes = any(point.moves.move_bytes for point in proposal.front)
     rows = []
     for point in proposal.front:
-        same = point.placement == proposal.placement
-        mark = "the plan" if same else "as it is" if not point.moves.slots_rewritten else ""
+        mark = "" if point.moves.slots_rewritten else "slots emptied"
+        if point.placement == proposal.placement:
+            mark = "the plan"
+        elif point.placement == plan.problem.current:
+            mark = "as it is"
         row: list[object] = [f"{point.moves.experts:,}", f"{point.predicted.mean:.4f}", f"{point.predicted.worst:.4f}"]
         rows.append([*row, *([bytes_text(point.moves.move_bytes)] if has_bytes else []), mark])
     columns = ["moves", "mean over layers", "worst layer", *(["bytes"] if has_bytes else []), ""]

@@ -181,7 +181,8 @@ def _current_point(problem: PlanningProblem, limits: Limits) -> FrontPoint | Non
 def _front(raw: RawPlan, plan: FrontPoint, problem: PlanningProblem, limits: Limits, policy: str) -> tuple[FrontPoint, ...]:
     """The plan, keeping what is there (where that is legal) and the policy's other points, each checked like the plan.
 
-    Points that another one beats or equals in moves, mean and worst layer are dropped, but for the plan and the current one.
+    By ascending moves; of equal ones (to empty a slot is no move) the better balanced comes later. Points that another one beats
+    or equals in moves, mean and worst layer are dropped, but for the plan and the current one.
     """
     if not problem.front or not raw.front:
         return ()
@@ -198,7 +199,7 @@ def _front(raw: RawPlan, plan: FrontPoint, problem: PlanningProblem, limits: Lim
     for point in sorted(others, key=_rank_of):
         if not any(_beats(known, point) for known in points):
             points = [known for known in points if known in fixed or not _beats(point, known)] + [point]
-    return tuple(sorted(points, key=_rank_of))
+    return tuple(sorted(points, key=lambda point: (point.moves.experts, -point.predicted.mean, -point.predicted.worst)))
 
 
 def _rank_of(point: FrontPoint) -> tuple[int, float, float]:

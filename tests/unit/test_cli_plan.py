@@ -321,6 +321,21 @@ def test_front_is_a_table_that_marks_the_plan_and_what_is_there_now(capsys: pyte
     assert [int(line.split()[0]) for line in lines[2:]] == [point.moves.experts for point in proposal.front]
 
 
+def test_point_of_the_front_that_only_empties_slots_is_not_what_is_there_now(capsys: pytest.CaptureFixture[str]) -> None:
+    proposal = proposal_with_front()
+    current = proposal.front[0]
+    row = current.placement.row(0).copy()
+    spare = next(slot for slot, expert in enumerate(row) if (row == expert).sum() > 1)
+    row[spare] = -1
+    emptied = replace(current, placement=current.placement.with_rows({0: row}))
+    shown = replace(proposal, front=(emptied, *proposal.front))
+    problem = PlanningProblem(loads=np.ones((1, 3, 16)), topology=Topology.regular(num_ranks=4), current=current.placement)
+    show_front(OfflinePlan(proposal=shown, problem=problem, moves_against="linear"))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].endswith("slots emptied")
+    assert lines[3].endswith("as it is")
+
+
 def test_plan_from_nothing_counts_what_is_loaded_instead_of_moves(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = plan(capsys, loads, "--from-nothing", "--expert-bytes", "1MiB")
     assert "to load      60 slots, 15.0 MiB a rank; nothing is in place" in page
