@@ -181,8 +181,8 @@ def _current_point(problem: PlanningProblem, limits: Limits) -> FrontPoint | Non
 def _front(raw: RawPlan, plan: FrontPoint, problem: PlanningProblem, limits: Limits, policy: str) -> tuple[FrontPoint, ...]:
     """The plan, keeping what is there (where that is legal) and the policy's other points, each checked like the plan.
 
-    By ascending moves; of equal ones (to empty a slot is no move) the better balanced comes later. Points that another one beats
-    or equals in moves, mean and worst layer are dropped, but for the plan and the current one.
+    By ascending moves; of equal ones (to empty a slot is no move) the better balanced comes later. Points that another one
+    beats or equals in moves, mean and worst layer are dropped, but for the plan and the current one.
     """
     if not problem.front or not raw.front:
         return ()
