@@ -17,6 +17,9 @@ PROTOCOL_VERSION_MAX = 2
 PROTOCOL_VERSION_OF_SHARES = 2
 """The first in which layers come with shares. Ranks with weighted dispatch need it; for all others 1 and 2 are the same."""
 
+NOT_RELAYED = -1
+"""`Copy.relay_of` of a copy from a live slot."""
+
 PLANNER_PORT = 7470
 """Where a planner serves and its clients look, unless told otherwise."""
 
@@ -117,7 +120,13 @@ class LayerChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """One expert's tensors go from a live slot of one rank to a slot of another, or the same, rank. Slots are local."""
+    """One expert's tensors go from one rank to a slot of another, or the same, rank. Slots are local.
+
+    relay_of: -1 = the source is a live slot, `source_slot`. Else it is the expert that an earlier copy of the chunk brings into
+    the staging of `source_rank`: the index of that copy in `Stage.copies`. Then `source_slot` is that copy's target slot, which
+    holds another expert until the flip. A relay is of a copy from a live slot (never of another relay), comes after it in the
+    list, and may end on its own source rank (where the expert fills a second slot).
+    """
 
     layer: LayerRef
     expert: int
@@ -125,6 +134,12 @@ class Copy:
     source_slot: int
     target_rank: RankId
     target_slot: int
+    relay_of: int = NOT_RELAYED
+
+    @property
+    def is_relay(self) -> bool:
+        """Whether its bytes come from staging, not from a live slot."""
+        return self.relay_of != NOT_RELAYED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -118,11 +118,11 @@ def _shares_of(change: LayerChange, row: npt.NDArray[np.int32], shape: RankShape
 
 
 def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer]) -> Refusal | None:
-    """Every slot whose expert changes is filled by exactly one copy, from a slot that holds that expert now."""
+    """Every slot whose expert changes is filled by exactly one copy, from a slot that holds that expert now or by a relay."""
     changes = {change.layer: change for change in stage.layers}
     position = {rank: index for index, rank in enumerate(shape.group_rank_ids)}
     filled: Counter[tuple[LayerRef, int]] = Counter()
-    for copy in stage.copies:
+    for index, copy in enumerate(stage.copies):
         change = changes.get(copy.layer)
         if change is None or copy.source_rank not in position or copy.target_rank not in position:
             return RefusalCode.INVALID, f"{describe(copy)}: layer or rank is not part of this chunk and group"
@@ -131,9 +131,9 @@ def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLa
             return RefusalCode.INVALID, f"{describe(copy)}: slots run from 0 to {slots - 1}"
         source = position[copy.source_rank] * slots + copy.source_slot
         target = position[copy.target_rank] * slots + copy.target_slot
-        held = live[copy.layer].row[source]
-        if held != copy.expert or copy.expert < 0:
-            return RefusalCode.INVALID, f"{describe(copy)}: the source slot holds expert {held}"
+        wrong = _wrong_with_source(index, stage.copies, live[copy.layer].row[source])
+        if wrong is not None:
+            return RefusalCode.INVALID, f"{describe(copy)}: {wrong}"
         if change.new_row[target] != copy.expert:
             return RefusalCode.INVALID, f"{describe(copy)}: the new row puts expert {change.new_row[target]} there"
         filled[copy.layer, target] += 1
@@ -146,6 +146,23 @@ def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLa
                     f"layer {change.layer} slot {slot}: expert {old[slot]} → {expert} needs {wanted} copies, the chunk has"
                     f" {filled[change.layer, slot]}"
                 )
+    return None
+
+
+def _wrong_with_source(index: int, copies: Sequence[Copy], held: int) -> str | None:
+    """Why the copy at an index cannot find its expert, or None. held: what its source slot holds now."""
+    relay = copies[index]
+    if not relay.is_relay:
+        return None if held == relay.expert >= 0 else f"the source slot holds expert {held}"
+    if not 0 <= relay.relay_of < index:
+        return f"it is copy {index} and a relay of copy {relay.relay_of}; relays are of earlier copies, 0 to {index - 1}"
+    first = copies[relay.relay_of]
+    if first.is_relay:
+        return f"it is a relay of copy {relay.relay_of}, itself a relay of copy {first.relay_of}; relays are one deep"
+    if (first.layer, first.expert) != (relay.layer, relay.expert):
+        return f"copy {relay.relay_of}, which it passes on, is of {first.layer} expert {first.expert}"
+    if (first.target_rank, first.target_slot) != (relay.source_rank, relay.source_slot):
+        return f"copy {relay.relay_of}, which it passes on, goes to rank {first.target_rank} slot {first.target_slot}"
     return None
 
 
@@ -162,7 +179,8 @@ def _check_budget(stage: Stage, shape: RankShape) -> Refusal | None:
 def describe(copy: Copy) -> str:
     """One copy in words."""
     return (
-        f"copy of {copy.layer} expert {copy.expert} from rank {copy.source_rank} slot {copy.source_slot}"
+        f"{'relay' if copy.is_relay else 'copy'} of {copy.layer} expert {copy.expert}"
+        f" from rank {copy.source_rank} slot {copy.source_slot}"
         f" to rank {copy.target_rank} slot {copy.target_slot}"
     )
 

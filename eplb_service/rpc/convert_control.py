@@ -7,6 +7,7 @@ from typing import Any
 
 from eplb_service.attach import Attach, FromAgent, Gone
 from eplb_service.control import (
+    NOT_RELAYED,
     Address,
     Arm,
     Armed,
@@ -104,6 +105,7 @@ def _stage_to_pb(value: Stage) -> agent_pb2.Stage:
             source_slot=whole("stage.copies.source_slot", copy.source_slot, most=EXTENT_MAX),
             target_rank=fields.rank_id("stage.copies.target_rank", copy.target_rank),
             target_slot=whole("stage.copies.target_slot", copy.target_slot, most=EXTENT_MAX),
+            relay_of=whole("stage.copies.relay_of", copy.relay_of, most=EXTENT_MAX) if copy.is_relay else None,
         )
         for copy in value.copies
     ]
@@ -138,6 +140,7 @@ def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
             source_slot=whole(f"stage.copies[{i}].source_slot", copy.source_slot, most=EXTENT_MAX),
             target_rank=fields.rank_id(f"stage.copies[{i}].target_rank", copy.target_rank),
             target_slot=whole(f"stage.copies[{i}].target_slot", copy.target_slot, most=EXTENT_MAX),
+            relay_of=_relay_of(copy, f"stage.copies[{i}].relay_of"),
         )
         for i, copy in enumerate(message.copies)
     )
@@ -152,6 +155,10 @@ def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
         stage_timeout_s=seconds("stage.stage_timeout_s", message.stage_timeout_s, above_zero=True),
         arm_ttl_s=seconds("stage.arm_ttl_s", message.arm_ttl_s, above_zero=True),
     )
+
+
+def _relay_of(copy: agent_pb2.Copy, field: str) -> int:
+    return whole(field, copy.relay_of, most=EXTENT_MAX) if copy.HasField("relay_of") else NOT_RELAYED
 
 
 # ── rank, and its agent process → planner ────────────────────────────────────────────────────────────────────────────────

@@ -93,6 +93,7 @@ TO_RANK: st.SearchStrategy[ToRank] = st.one_of(
         )),
         copies=tuples(st.builds(
             Copy, layer=LAYERS, expert=SMALL, source_rank=RANKS, source_slot=SMALL, target_rank=RANKS, target_slot=SMALL,
+            relay_of=st.integers(-1, 1 << 20),
         )),
         stage_timeout_s=st.floats(1e-3, 1e6), arm_ttl_s=st.floats(1e-3, 1e6),
     ),

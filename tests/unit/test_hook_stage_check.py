@@ -70,6 +70,53 @@ def test_a_copy_that_does_not_fit_the_rows_is_refused(changes: dict[str, Any], w
     assert (code, words in reason) == (RefusalCode.INVALID, True), reason
 
 
+RELAYS = stage(chunk_id(1, 1), new=(1, 2, 2, 3, 2, 0))
+"""Copies: expert 1 to slot 0 of the first rank, expert 2 to its slot 1, experts 2 and 0 to the slots of the last."""
+PASSED_ON = replace(RELAYS.copies[2], source_rank=RANKS[0], source_slot=1, relay_of=1)
+
+
+def test_a_copy_may_pass_on_what_another_brings_to_its_source() -> None:
+    for rank in RANKS:
+        assert (
+            check_stage(replace(RELAYS, copies=(*RELAYS.copies[:2], PASSED_ON, RELAYS.copies[3])), shape(rank), live(), 0)
+            is None
+        )
+
+
+def test_a_relay_on_its_own_rank_fills_a_second_slot() -> None:
+    made = stage(chunk_id(1, 1), new=(2, 2, 0, 3, 0, 1))
+    twice = replace(made.copies[1], source_rank=RANKS[0], source_slot=0, relay_of=0)
+    assert check_stage(replace(made, copies=(made.copies[0], twice, *made.copies[2:])), shape(), live(), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"relay_of": 2}, "it is copy 2 and a relay of copy 2; relays are of earlier copies, 0 to 1"),
+        ({"relay_of": 3}, "a relay of copy 3; relays are of earlier copies, 0 to 1"),
+        ({"relay_of": -2}, "a relay of copy -2; relays are of earlier copies, 0 to 1"),
+        ({"relay_of": 0}, "copy 0, which it passes on, is of m/3 expert 1"),
+        ({"source_rank": RANKS[1]}, "copy 1, which it passes on, goes to rank 4 slot 1"),
+        ({"source_slot": 0}, "copy 1, which it passes on, goes to rank 4 slot 1"),
+        ({"relay_of": -1}, "the source slot holds expert 1"),
+    ],
+)
+def test_a_relay_of_what_does_not_come_there_is_refused(changes: dict[str, Any], words: str) -> None:
+    bad = replace(PASSED_ON, **changes)
+    code, reason = refused(replace(RELAYS, copies=(*RELAYS.copies[:2], bad, RELAYS.copies[3])))
+    assert (code, words in reason) == (RefusalCode.INVALID, True), reason
+
+
+def test_a_relay_of_a_relay_is_refused() -> None:
+    made = stage(chunk_id(1, 1), new=(2, 1, 2, 3, 2, 0))
+    to_first, to_last = made.copies[0], made.copies[1]
+    passed = replace(to_last, source_rank=to_first.target_rank, source_slot=to_first.target_slot, relay_of=0)
+    again = replace(to_last, source_rank=to_last.target_rank, source_slot=to_last.target_slot, target_slot=1, relay_of=1)
+    code, reason = refused(replace(made, copies=(to_first, passed, again)))
+    assert code is RefusalCode.INVALID
+    assert "a relay of copy 1, itself a relay of copy 0; relays are one deep" in reason
+
+
 def with_row(row: tuple[int, ...], **changes: Any) -> Any:
     change = LayerChange(layer=LAYER, old_digest=digest(ROW), new_digest=digest(row), new_row=row)
     return replace(GOOD, layers=(replace(change, **changes),), copies=copies(ROW, row) if len(row) == len(ROW) else ())

@@ -334,20 +334,22 @@ class LayerChange(_message.Message):
     def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., old_digest: _Optional[int] = ..., new_digest: _Optional[int] = ..., new_row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., new_shares: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
 
 class Copy(_message.Message):
-    __slots__ = ("layer", "expert", "source_rank", "source_slot", "target_rank", "target_slot")
+    __slots__ = ("layer", "expert", "source_rank", "source_slot", "target_rank", "target_slot", "relay_of")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
     SOURCE_SLOT_FIELD_NUMBER: _ClassVar[int]
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     TARGET_SLOT_FIELD_NUMBER: _ClassVar[int]
+    RELAY_OF_FIELD_NUMBER: _ClassVar[int]
     layer: _common_pb2.Layer
     expert: int
     source_rank: int
     source_slot: int
     target_rank: int
     target_slot: int
-    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., expert: _Optional[int] = ..., source_rank: _Optional[int] = ..., source_slot: _Optional[int] = ..., target_rank: _Optional[int] = ..., target_slot: _Optional[int] = ...) -> None: ...
+    relay_of: int
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., expert: _Optional[int] = ..., source_rank: _Optional[int] = ..., source_slot: _Optional[int] = ..., target_rank: _Optional[int] = ..., target_slot: _Optional[int] = ..., relay_of: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("chunk_id", "generation", "weights_version", "mesh_id", "layers", "copies", "stage_timeout_s", "arm_ttl_s")
