@@ -16,6 +16,7 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.forecast import Kind
 from eplb_service.gate import GateConfig
 from eplb_service.policy.base import Constraints, Effort, ExpertOnRank, FailureDomain, Resilience
+from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rollout.events import RolloutSettings
 from eplb_service.settings import Value, build, resolve, setting, settings_of
 from eplb_service.store.address import parse_address
@@ -93,7 +94,12 @@ class PlanningConfig:
     max_layers: int | None = setting(None, "most layers that a plan changes", kind=int, low=0)
     num_groups: int | None = setting(None, "expert groups that share a node", kind=int, low=1)
     expert_bytes: int | None = setting(
-        None, "bytes of one expert, where an engine that is advised does not say", kind=int, unit="bytes", low=1
+        None,
+        "bytes of one expert, where an engine that is advised does not say",
+        kind=int,
+        unit="bytes",
+        low=1,
+        high=EXPERT_BYTES_MAX,
     )
     group_price: float | None = setting(
         None, "price of a replica off its group's node, in moves; groups are strict if not given", kind=float, low=0.0

@@ -109,13 +109,18 @@ class Setting:
         if self.above is not None and value <= self.above:
             raise self._refuse(value, origin, f"use more than {self.above:g}{unit}")
         if (self.low is not None and value < self.low) or (self.high is not None and value > self.high):
-            low = "" if self.low is None else f"at least {self.low:g}"
-            high = "" if self.high is None else f"at most {self.high:g}"
+            low = "" if self.low is None else f"at least {_plain(self.low)}"
+            high = "" if self.high is None else f"at most {_plain(self.high)}"
             raise self._refuse(value, origin, f"use {' and '.join(part for part in (low, high) if part)}{unit}")
 
     def _refuse(self, value: object, origin: str, advice: str) -> InvalidInputError:
         shown = "the given value" if self.secret else repr(value)
         return InvalidInputError(f"setting {self.key} ({origin}) is {shown}: {advice}")
+
+
+def _plain(bound: float) -> str:
+    """A bound for people, whole numbers to the last digit."""
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def setting(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from eplb_service.control import LayerInfo, ModelInfo, Registration
 from eplb_service.errors import InvalidInputError
 from eplb_service.pb.v1 import agent_pb2
+from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rpc import fields
 from eplb_service.rpc.convert_control import (
     from_agent_from_pb,
@@ -136,7 +137,7 @@ def _model_to_pb(model: ModelInfo) -> agent_pb2.ModelInfo:
             layer_id=whole("layers.layer_id", layer.layer_id, most=EXTENT_MAX),
             num_logical=whole("layers.num_logical", layer.num_logical, most=EXTENT_MAX),
             slots=whole("layers.slots", layer.slots, most=EXTENT_MAX),
-            expert_bytes=whole("layers.expert_bytes", layer.expert_bytes),
+            expert_bytes=whole("layers.expert_bytes", layer.expert_bytes, most=EXPERT_BYTES_MAX),
         )
         for layer in model.layers
     ]
@@ -155,7 +156,7 @@ def _model_from_pb(message: agent_pb2.ModelInfo, field: str) -> ModelInfo:
             layer_id=layer.layer_id,
             num_logical=whole(f"{field}.layers[{i}].num_logical", layer.num_logical, least=1, most=EXTENT_MAX),
             slots=whole(f"{field}.layers[{i}].slots", layer.slots, least=1, most=EXTENT_MAX),
-            expert_bytes=whole(f"{field}.layers[{i}].expert_bytes", layer.expert_bytes, least=1),
+            expert_bytes=whole(f"{field}.layers[{i}].expert_bytes", layer.expert_bytes, least=1, most=EXPERT_BYTES_MAX),
         )
         for i, layer in enumerate(message.layers)
     )

@@ -9,6 +9,7 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GenerationNumber
 from eplb_service.pb.v1 import adviser_pb2
+from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rpc import fields
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
 from eplb_service.rpc.fields import EXTENT_MAX, whole
@@ -39,7 +40,7 @@ def advice_request_to_pb(value: AdviceRequest) -> adviser_pb2.AdviseRequest:
         load=array_to_pb(value.load, "load"),
         current=array_to_pb(value.current, "current"),
         digest=whole("digest", value.digest, least=1),
-        expert_bytes=[whole("expert_bytes", size) for size in value.expert_bytes],
+        expert_bytes=[whole("expert_bytes", size, most=EXPERT_BYTES_MAX) for size in value.expert_bytes],
         steps=whole("steps", value.steps, most=EXTENT_MAX),
         step_time_s=fields.seconds("step_time_s", value.step_time_s),
         timeout_s=fields.seconds("timeout_s", value.timeout_s, above_zero=True),
@@ -82,7 +83,7 @@ def advice_request_from_pb(message: adviser_pb2.AdviseRequest) -> AdviceRequest:
         load=_load(message, len(layer_ids), num_logical),
         current=current,
         digest=message.digest,
-        expert_bytes=tuple(whole("expert_bytes", size, most=1 << 50) for size in message.expert_bytes),
+        expert_bytes=tuple(whole("expert_bytes", size, most=EXPERT_BYTES_MAX) for size in message.expert_bytes),
         steps=whole("steps", message.steps, most=EXTENT_MAX),
         step_time_s=fields.seconds("step_time_s", message.step_time_s),
         timeout_s=timeout_s,

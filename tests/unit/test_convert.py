@@ -44,6 +44,7 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
 from eplb_service.pb.v1 import agent_pb2, common_pb2
 from eplb_service.placement import Placement, Table
+from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
 from eplb_service.rpc.convert import (
     address_from_pb,
@@ -260,6 +261,7 @@ def test_registrations_that_no_engine_can_be_are_refused(change: dict[str, Any],
         ((replace(LAYER, num_logical=0),), "models[0].layers[0].num_logical: 0 is out of range; expected 1"),
         ((replace(LAYER, slots=0),), "models[0].layers[0].slots: 0"),
         ((replace(LAYER, expert_bytes=0),), "models[0].layers[0].expert_bytes: 0"),
+        ((replace(LAYER, expert_bytes=EXPERT_BYTES_MAX + 1),), f"expected 0 to {EXPERT_BYTES_MAX}"),
         ((LAYER,) * 4097, "models.layers: 4097 is out of range; expected 0 to 4096"),
     ],
 )

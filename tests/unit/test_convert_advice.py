@@ -12,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.advice import Advice, AdviceRequest, map_digest
+from eplb_service.config import load_config
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import DeploymentId, GenerationNumber
 from eplb_service.pb.v1 import adviser_pb2, common_pb2
+from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rpc.arrays import array_to_pb
 from eplb_service.rpc.convert_advice import (
     LOAD_MAX,
@@ -141,7 +143,7 @@ def load_of(value: float) -> common_pb2.Array:
         (set_to("num_groups", 0), "num_groups: 0"),
         (set_to("num_groups", 5), "num_groups: 5 is out of range; expected 1 to 4"),
         (set_to("expert_bytes", [1]), "expert_bytes: 1 sizes for 2 layers"),
-        (set_to("expert_bytes", [1, 1 << 60]), "expert_bytes: "),
+        (set_to("expert_bytes", [1, EXPERT_BYTES_MAX + 1]), f"expected 0 to {EXPERT_BYTES_MAX}"),
         (set_to("steps", 1 << 40), "steps: "),
         (set_to("step_time_s", float("nan")), "step_time_s: nan"),
         (set_to("step_time_s", -1.0), "step_time_s: -1.0"),
@@ -207,6 +209,16 @@ def test_what_is_no_answer_to_the_question_is_refused(reply: adviser_pb2.AdviseR
     with pytest.raises(InvalidInputError) as caught:
         advice_from_pb(reply, QUESTION)
     assert words in str(caught.value)
+
+
+def test_experts_of_a_size_that_cannot_be_planned_for_are_refused_where_they_are_told() -> None:
+    """Refused by each plan instead, they would cost the engine every one."""
+    told = dataclasses.replace(QUESTION, expert_bytes=(1, EXPERT_BYTES_MAX))
+    assert advice_request_from_pb(advice_request_to_pb(told)).expert_bytes == told.expert_bytes
+    with pytest.raises(InvalidInputError, match=f"expert_bytes: .* expected 0 to {EXPERT_BYTES_MAX}"):
+        advice_request_to_pb(dataclasses.replace(QUESTION, expert_bytes=(1, EXPERT_BYTES_MAX + 1)))
+    with pytest.raises(InvalidInputError, match=f"planning.expert_bytes.* at most {EXPERT_BYTES_MAX}"):
+        load_config(flags={"planning.expert_bytes": str(EXPERT_BYTES_MAX + 1)})
 
 
 @settings(max_examples=200, deadline=None)
