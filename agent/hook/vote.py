@@ -21,11 +21,11 @@ from typing import Protocol
 
 import torch
 
+from agent.hook.ballot import LEAVING, ballot, read_ballot
 from agent.hook.chunk_events import NO_CHUNK, Outcome
 from agent.transfer.gloo import Work, first_line
 from eplb_service.ids import ChunkId
 
-LEAVING = -1
 MARGIN_S = 2.0
 """How much longer than gloo's own time-out a wait may take before it counts as lost."""
 
@@ -54,16 +54,7 @@ class Vote:
 
 def read(vote: Vote) -> tuple[Outcome, str]:
     """The outcome of a completed vote, and a sentence when it is not plain."""
-    low, negative_high, low_id, negative_high_id = vote.values.tolist()
-    if low != -negative_high:
-        if low == LEAVING:
-            return Outcome.DIVERGED, f"a rank left the vote group at boundary {vote.boundary}"
-        return (
-            Outcome.DIVERGED,
-            f"ranks are at different step boundaries: {low} to {-negative_high}, this one at {vote.boundary}",
-        )
-    passed = vote.chunk_id != NO_CHUNK and low_id == -negative_high_id == vote.chunk_id
-    return (Outcome.PASSED if passed else Outcome.FAILED), ""
+    return read_ballot(vote.values.tolist(), boundary=vote.boundary, chunk=vote.chunk_id)
 
 
 class Voter:
@@ -138,7 +129,7 @@ class Voter:
             self._waiter.join(timeout_s)
 
     def _begin(self, boundary: int, chunk_id: ChunkId, timeout_s: float) -> Vote | None:
-        values = torch.tensor([boundary, -boundary, chunk_id, -chunk_id], dtype=torch.int64)
+        values = torch.tensor(ballot(boundary, chunk_id), dtype=torch.int64)
         try:
             return Vote(boundary, chunk_id, values, self._group.all_reduce_min(values, timeout_s))
         except RuntimeError as error:

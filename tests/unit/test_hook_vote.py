@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from agent.hook.ballot import LEAVING
 from agent.hook.chunk_events import NO_CHUNK, Outcome
-from agent.hook.vote import LEAVING, Vote, Voter, read
+from agent.hook.vote import Vote, Voter, read
 from agent.transfer.gloo import GlooGroup, local_store, prefixed
 from eplb_service.ids import ChunkId
 
