@@ -143,12 +143,35 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Throttle:
+    """How fast a rank may send experts. bytes_per_s: most that it sends; 0 = no limit. time_share: of its time, 1 = no limit.
+
+    >>> Throttle(bytes_per_s=2e9, time_share=0.5).seconds(4_000_000_000, unthrottled_s=3.0)
+    8.0
+    """
+
+    bytes_per_s: float = 0.0
+    time_share: float = 1.0
+
+    def seconds(self, num_bytes: int, *, unthrottled_s: float) -> float:
+        """Longest time that so many bytes may take, where they take no more than `unthrottled_s` at full speed.
+
+        A rank that sends is either held back by the rate or rests for its share: both together are the most.
+        """
+        paced_s = num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0
+        return paced_s + unthrottled_s / self.time_share
+
+
+NO_THROTTLE = Throttle()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Copy these weights aside. Every rank gets the same layers and copies, so both ends of a copy follow one plan.
 
     mesh_id: id of the first chunk that used the present transfer connections; a new one tells all ranks to connect anew
     (after a chunk that failed or was withdrawn, bytes of it may still be under way).
-    stage_timeout_s, arm_ttl_s: durations on the receiver's monotonic clock.
+    stage_timeout_s, arm_ttl_s: durations on the receiver's monotonic clock; the throttle is allowed for in the first.
     """
 
     to: Address
@@ -160,6 +183,7 @@ class Stage:
     copies: tuple[Copy, ...]
     stage_timeout_s: float
     arm_ttl_s: float
+    throttle: Throttle = NO_THROTTLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,15 @@ from agent.engine.port import SlotTensor
 from agent.hook.chunk_events import NO_CHUNK, BeginStaging, StagingDone, StagingFailed
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
+from agent.transfer.checksum import slot_checksums
+from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, first_line, local_store
-from agent.transfer.gloo_peer import GlooMesh, GlooTransfer, LocalRank, SendRing, StagedCopy, TransferError, slot_checksums
+from agent.transfer.gloo_peer import GlooPeer, SendRing
+from agent.transfer.local_copy import LocalCopy
+from agent.transfer.mesh import GlooMesh
 from agent.transfer.staging import ExpertLayout, Staging
 from agent.transfer.streams import DeviceEvent, Streams
+from agent.transfer.transport import LocalRank, StagedCopy, TransferError
 from eplb_service.control import RefusalCode, Stage
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, LayerRef
@@ -75,7 +80,8 @@ class Stager:
             checksums=self._checksums,
         )
         self._position = shape.group_rank_ids.index(shape.rank_id)
-        self._transfer = GlooTransfer(self._rank, self._staging, self._ring, streams, clock)
+        transports = LocalCopy(self._rank), GlooPeer(self._rank, self._ring, streams)
+        self._transfer = ChunkTransfer(self._rank, self._staging, transports, streams, clock)
         self._lock = threading.Lock()
         self._mesh: GlooMesh | None = None
         self._spent_mesh_id = NO_CHUNK  # mesh ids only grow, as chunk ids do
@@ -201,9 +207,7 @@ class Stager:
     def _quiesce(self) -> None:
         """Make sure that nothing of a failed copy writes to staging any more: no connection, no work on the side stream."""
         self._drop_mesh()
-        self._ring.under_way.clear()
-        with self._streams.on_side_stream():
-            self._streams.record().wait_host()
+        self._transfer.quiesce()
 
     def _compute_checksums(self, weights_version: int) -> None:
         with self._streams.on_side_stream():

@@ -7,7 +7,12 @@ sums do not depend on the order of addition: a CUDA reduction gives what a CPU g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+
+from agent.engine.port import SlotTensor
+from agent.transfer.staging import ExpertLayout
 
 WORD_BYTES = 8
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit number (Knuth's multiplicative hashing)
@@ -36,3 +41,13 @@ def checksum(packed: torch.Tensor) -> torch.Tensor:
         part = words[start : start + _CHUNK_WORDS]
         total += (part * weights(start, part.numel(), packed.device)).sum()
     return total
+
+
+def slot_checksums(layout: ExpertLayout, tensors: Mapping[str, SlotTensor], num_slots: int, scratch: torch.Tensor) -> list[int]:
+    """Checksum of every slot's expert as it is now. scratch: at least layout.num_bytes on the weights' device."""
+    region = scratch[: layout.num_bytes]
+    sums = []
+    for slot in range(num_slots):
+        layout.pack(tensors, slot, region)
+        sums.append(checksum(region))
+    return [int(value) for value in torch.stack(sums).tolist()] if sums else []

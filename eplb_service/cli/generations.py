@@ -108,13 +108,14 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
 @generations.command("show", short_help="One generation, whole.")
 @click.argument("generation", type=click.IntRange(min=0))
 @deployment_option
+@click.option("--events", is_flag=True, help="Tell its rollout too: what happened, when, to which chunk and rank, and why.")
 @output_option
 @planner_options
-def show_generation(generation: int, deployment: str | None, output: str, client: PlannerClient) -> None:
+def show_generation(generation: int, deployment: str | None, events: bool, output: str, client: PlannerClient) -> None:
     """Show why GENERATION was made, what it promised, what was observed, and its fate.
 
     \b
-    Example:  eplb generations show 7 -d chat-decode
+    Example:  eplb generations show 7 -d chat-decode --events
     """
     if not generation:
         raise InvalidInputError(
@@ -124,9 +125,18 @@ def show_generation(generation: int, deployment: str | None, output: str, client
     name = the_deployment(client, deployment)
     request = placement_pb2.GetPlacementRequest(deployment=name, generation=generation)
     view = client.call(client.placement.GetPlacement, request)
+    asked = placement_pb2.GetRolloutEventsRequest(deployment=name, generation=generation)
+    told = client.call(client.placement.GetRolloutEvents, asked) if events else None
     if output == "json":
-        print_json(to_plain(view))
+        print_json(to_plain(view) | ({"rollout": to_plain(told)} if told is not None else {}))
         return
+    _print_generation(name, view)
+    if told is not None:
+        _print_events(told)
+
+
+def _print_generation(name: str, view: Any) -> None:
+    """Everything of one generation but its rollout's events."""
     out = console()
     out.print(f"{name} generation {view.generation}: {state_text(view.state)}, digest {view.placement_digest}", style="bold")
     facts: list[tuple[str, str]] = [
@@ -148,3 +158,24 @@ def show_generation(generation: int, deployment: str | None, output: str, client
     for label, text in facts:
         if text:
             print_fact(label, text, width=21)
+
+
+def _print_events(told: Any) -> None:
+    """The story of a rollout, oldest event first; seconds since the first one, chunk ids as in the logs."""
+    begin_s = told.events[0].at_s if told.events else 0.0
+    console().print(f"rollout of generation {told.generation}: {len(told.events)} events from {clock_text(begin_s)}", style="bold")
+    rows = [
+        (
+            f"+{event.at_s - begin_s:.3f}",
+            event.epoch,
+            event.event,
+            f"{event.chunk_id:#x}" if event.HasField("chunk_id") else "",
+            event.rank_id if event.HasField("rank_id") else "",
+            event.text,
+        )
+        for event in told.events
+    ]
+    columns = ("seconds", "epoch", "event", "chunk", "rank", "what")
+    print_table("", columns, rows, right=("seconds", "epoch", "rank"), indent=2)
+    if told.incomplete:
+        print_fact("incomplete", told.incomplete, style="yellow")

@@ -187,14 +187,15 @@ class AdvisedDeployment(Deployment):
         if unfinished is None:
             return
         if self.engine is None or not self.engine.asker.fits(unfinished.placement):
-            self.became(unfinished.stopped("not resumed by the new leader: the engine has other layers, ranks or slots now"))
+            self.dropped(unfinished, "not resumed by the new leader: the engine has other layers, ranks or slots now")
             return
         told, why = self._told_of(unfinished), self._why_not_resumed(unfinished)
         if why:  # should the engine show it all the same, it counts
             self.engine = dataclasses.replace(self.engine, lapsed=told)
-            self.became(unfinished.stopped(f"not resumed by the new leader: {why}"))
+            self.dropped(unfinished, f"not resumed by the new leader: {why}")
             return
         self._log.info("advice.resumed", generation=unfinished.number, epoch=epoch)
+        self.note("rollout.resumed", f"generation {unfinished.number}")
         self.engine = dataclasses.replace(self.engine, told=told)
         self.outcomes.rollout_since_s = self.context.clock.monotonic()
 
@@ -323,6 +324,7 @@ class AdvisedDeployment(Deployment):
         self.engine = advising.answered(self.engine, self.context.clock.wall())
         if generation.state is GenerationState.PUBLISHED:
             generation = generation.rolling_out()
+            self.note("rollout.started", f"generation {generation.number} is the answer to the engine's question")
             self.became(generation)
             self.announce()
         return generation

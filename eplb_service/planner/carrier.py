@@ -19,11 +19,12 @@ from eplb_service.attach import Attach, FromAgent, Gone
 from eplb_service.clock import Clock
 from eplb_service.control import Address
 from eplb_service.errors import EplbError
-from eplb_service.ids import DeploymentId, Epoch, RankId
+from eplb_service.ids import ChunkId, DeploymentId, Epoch, RankId
 from eplb_service.membership import machine as membership
 from eplb_service.membership.machine import Group, GroupLost, GroupReady, Membership, MembershipChange, RankDetached, Ready
 from eplb_service.planner.agent_link import AgentLink
 from eplb_service.rollout.events import (
+    NO_CHUNK,
     Alarm,
     AlarmCleared,
     Effect,
@@ -76,7 +77,7 @@ class Carried(Protocol):
     def outranked(self, epoch: Epoch) -> None:
         """Ranks saw a higher epoch."""
 
-    def noted(self, event: str, text: str, chunk_id: int, rank_id: int | None) -> None:
+    def noted(self, event: str, text: str, chunk_id: ChunkId, rank_id: RankId | None) -> None:
         """For the journal."""
 
     def progressed(self) -> None:
@@ -313,11 +314,11 @@ class Carrier:
             case Alarm(code, reason):
                 self.alarm = f"{code.value}: {reason}"
                 self._log.error("alarm.raised", code=code.value, reason=reason)
-                self._owner.noted("alarm.raised", self.alarm, 0, None)
+                self._owner.noted("alarm.raised", self.alarm, NO_CHUNK, None)
             case AlarmCleared(reason):
                 self.alarm = ""
                 self._log.info("alarm.cleared", reason=reason)
-                self._owner.noted("alarm.cleared", reason, 0, None)
+                self._owner.noted("alarm.cleared", reason, NO_CHUNK, None)
             case Progress():
                 if effect.state in (RolloutState.IDLE, RolloutState.BACKING_OFF):
                     for facts in self.ranks.values():

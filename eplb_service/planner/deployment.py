@@ -15,7 +15,7 @@ from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
+from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber
 from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink
@@ -24,6 +24,7 @@ from eplb_service.planner.carrier import Carrier
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.documents import Settings, VerdictRecord
 from eplb_service.planner.forecasting import Forecasting
+from eplb_service.planner.journals import Journals
 from eplb_service.planner.leading import Leading
 from eplb_service.planner.learning import Learning
 from eplb_service.planner.ledger import Ledger
@@ -38,6 +39,7 @@ from eplb_service.rollout.events import (
     RolloutState,
     Start,
 )
+from eplb_service.rollout.journal import LEAD_ENDED, JournalEvent
 from eplb_service.store.base import Leadership
 from eplb_service.telemetry import DeploymentGauges
 from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refused
@@ -55,6 +57,7 @@ class Deployment:
         self.name = name
         self.context = context
         self.ledger = Ledger(name, context.store, Settings(mode=config.planning.mode, policy=config.planning.policy))
+        self.journals = Journals(name, context.store)
         self.load = LoadWatch(
             name,
             Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
@@ -116,6 +119,8 @@ class Deployment:
     async def begin(self, leadership: Leadership) -> None:
         """The lead was taken (`Led`)."""
         await self.ledger.load()
+        unfinished = self.ledger.unfinished()
+        await self.journals.take_up(unfinished.number if unfinished is not None else None, leadership.epoch)
         self._remember()
         self.lane = WriteLane(
             self.context.store,
@@ -145,12 +150,13 @@ class Deployment:
 
     async def end(self, reason: str) -> None:
         """The lead was lost, or is given up (`Led`)."""
-        self.note("lead.ended", reason)
+        self.note(LEAD_ENDED, reason)
         self.carrier.step_down()
         self.outcomes.begin(None)
         lane, self.lane = self.lane, None
         if lane is not None:
             await lane.close(DRAIN_S)
+        self.journals.forget()
         self.load.live_in_motion()
         self.announce()
 
@@ -405,7 +411,7 @@ class Deployment:
 
     def cancel_rollout(self, reason: str, *, by: str, withdraw: bool) -> None:
         """Stop a rollout after its open chunk, or with that withdrawn too."""
-        self.outcomes.forget_unfinished()
+        self.outcomes.forget_unfinished(f"{reason} (by {by})")
         progress = self.carrier.progress
         if progress is not None and progress.generation is not None:
             self.carrier.feed(Cancel(reason=reason, by=by, withdraw=withdraw))
@@ -423,16 +429,35 @@ class Deployment:
         self.ledger.keep(generation)
         self.behind(self.ledger.generation_puts(generation))
 
+    def dropped(self, generation: Generation, why: str) -> None:
+        """A published generation is not rolled out, or not any further: recorded behind."""
+        self._log.warning("rollout.dropped", generation=generation.number, reason=why)
+        self.note("rollout.dropped", f"generation {generation.number} {why}")
+        self.journals.end()
+        self.became(generation.stopped(why))
+
     def behind(self, puts: dict[str, bytes], failpoint: str = "") -> None:
         """Store this when the store can."""
         if self.lane is not None:
             self.lane.behind(puts, failpoint=failpoint)
 
-    def note(self, event: str, text: str, **more: object) -> None:
-        """A journal entry, written behind."""
-        if self.lane is not None:
-            entry = {"at_s": self.context.clock.wall(), "epoch": self.leading.epoch, "event": event, "text": text}
-            self.lane.note(entry | {key: value for key, value in more.items() if value is not None})
+    def note(self, event: str, text: str, *, chunk_id: ChunkId | None = None, rank_id: RankId | None = None) -> None:
+        """Something happened: written behind, into the journal of the generation under way too."""
+        if self.lane is None:
+            return
+        noted = JournalEvent(
+            at_s=self.context.clock.wall(),
+            epoch=self.lane.epoch,
+            event=event,
+            text=text,
+            chunk_id=chunk_id,
+            rank_id=rank_id,
+        )
+        entry = {"at_s": noted.at_s, "epoch": noted.epoch, "event": event, "text": text, "chunk": chunk_id, "rank": rank_id}
+        self.lane.note({key: value for key, value in entry.items() if value is not None})
+        puts = self.journals.note(noted)
+        if puts:
+            self.behind(puts)
 
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

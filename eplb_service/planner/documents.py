@@ -8,6 +8,7 @@
     previous            what was live before the last generation, to compare it with
     advised             who asks, and with which layers and ranks, where an engine moves its own weights (`advised.Asker`)
     generation/<n>      one published generation and what became of it
+    events/<n>          the journal of its rollout (`rollout.journal`)
     request/<digest>    the answer to an idempotency key; `requests` lists the newest of them, so that the oldest can go
 
 Values are JSON; placements and live maps are encoded by `generation_codec`.
@@ -31,6 +32,7 @@ from eplb_service.errors import BrokenInvariantError
 SETTINGS, LIVE, LOADED, ROLLOUT, REQUESTS = "settings", "live", "loaded", "rollout", "requests"
 LEARNED, PREVIOUS, ADVISED = "learned", "previous", "advised"
 GENERATIONS = "generation/"
+EVENTS = "events/"
 REQUESTS_KEPT = 1024
 KEY_CHARACTERS_MAX = 128
 
@@ -43,6 +45,11 @@ _TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int}
 def generation_name(number: int) -> str:
     """`generation/12`."""
     return f"{GENERATIONS}{number}"
+
+
+def events_name(number: int) -> str:
+    """`events/12`."""
+    return f"{EVENTS}{number}"
 
 
 def request_name(key: str) -> str:

@@ -25,7 +25,11 @@ from eplb_service.planner.documents import RequestRecord, RolloutDocument, Setti
 from eplb_service.store.base import Store
 
 GENERATIONS_KEPT = 64
+"""Generations kept in memory."""
+GENERATIONS_STORED = 1000
+"""Generations kept in the store, each with its journal; publishing one more lets the oldest go."""
 LIST_MAX = 1000
+JUMP_MAX = 256
 COMMITS_MEAN = 8
 """Generations whose rollouts tell how long the next one takes."""
 
@@ -139,10 +143,9 @@ class Ledger:
             found = await self._store.read(self._deployment, (name,))
             if name in found:
                 return decode_generation(found[name].value)
-        raise NotFoundError(
-            f"deployment {self._deployment} has no generation {number};"
-            + (f" the newest is {self.highest}" if self.highest else " none was published yet")
-        )
+        newest = f" the newest is {self.highest}" if self.highest else " none was published yet"
+        kept = f", and the last {GENERATIONS_STORED} are kept" if 1 <= number <= self.highest - GENERATIONS_STORED else ""
+        raise NotFoundError(f"deployment {self._deployment} has no generation {number};{newest}{kept}")
 
     async def newest(self, limit: int) -> list[Generation]:
         """Generations, newest first. Raises InvalidInputError for a limit above LIST_MAX."""
@@ -198,7 +201,17 @@ class Ledger:
             puts[documents.PREVIOUS] = documents.encode_previous(
                 previous.generation, encode_placement(previous.placement), previous.loads
             )
-        return Puts(puts, {name: 0}, request.deletes)
+        return Puts(puts, {name: 0}, (*request.deletes, *self._outlived(generation.number)))
+
+    def _outlived(self, number: GenerationNumber) -> tuple[str, ...]:
+        """Names that go when this generation is published: those so much older, with their journals.
+
+        Numbers may jump (ranks saw higher ones than a store that lost its data): then only one goes, as if they had not.
+        """
+        before = max(self.generations, default=number - 1)
+        last = number if number - before <= JUMP_MAX else before + 1
+        gone = range(max(1, before + 1 - GENERATIONS_STORED), last + 1 - GENERATIONS_STORED)
+        return tuple(name(old) for old in gone for name in (documents.generation_name, documents.events_name))
 
     def generation_puts(self, generation: Generation) -> dict[str, bytes]:
         """To store what became of a generation."""

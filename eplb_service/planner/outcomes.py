@@ -14,7 +14,7 @@ import structlog
 from eplb_service import control
 from eplb_service.errors import EplbError, FencedError
 from eplb_service.generation import Generation, GenerationState, LiveMap
-from eplb_service.ids import Epoch, GenerationNumber
+from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.planner.documents import RolloutDocument
 from eplb_service.planner.proposing import same_shape
@@ -43,9 +43,11 @@ class Outcomes:
         """A leadership begins (or ended, with None). unfinished: what the one before did not finish."""
         self._resumable, self.rollout_since_s = unfinished, None
 
-    def forget_unfinished(self) -> None:
-        """It is not to be resumed."""
-        self._resumable = None
+    def forget_unfinished(self, reason: str) -> None:
+        """What a leader before did not finish is not to be resumed."""
+        generation, self._resumable = self._resumable, None
+        if generation is not None:
+            self._deployment.dropped(generation, f"not resumed by the new leader: {reason}")
 
     def window_closed(self, closed: Accepted) -> None:
         """Compare the first full window under a new generation with what was predicted."""
@@ -145,6 +147,7 @@ class Outcomes:
             seconds=round(effect.seconds, 3),
         )
         self._deployment.note("rollout.finished", f"generation {effect.generation} {effect.outcome.value}: {effect.reason}")
+        self._deployment.journals.end()
         self._deployment.last_error = "" if active else f"generation {effect.generation}: {effect.reason}"
         self.rollout_since_s = None
         live = self._deployment.known_live
@@ -188,12 +191,12 @@ class Outcomes:
         self._log.error("rollout.machine_failed", reason=reason)
         self._deployment.leading.lose(reason)
 
-    def noted(self, event: str, text: str, chunk_id: int, rank_id: int | None) -> None:
+    def noted(self, event: str, text: str, chunk_id: ChunkId, rank_id: RankId | None) -> None:
         """For the journal; the chunk's own events are also logged."""
         if event == "chunk.aborted":
             self._deployment.context.metrics.chunk_ended(self._deployment.name, "aborted")
         self._log.info(event, chunk=f"{chunk_id:#x}" if chunk_id else None, rank=rank_id, text=text)
-        self._deployment.note(event, text, chunk=chunk_id or None, rank=rank_id)
+        self._deployment.note(event, text, chunk_id=chunk_id or None, rank_id=rank_id)
 
     def progressed(self) -> None:
         """The machine may have become free: resume what a predecessor left unfinished."""
@@ -237,9 +240,7 @@ class Outcomes:
         elif age_s > self._deployment.context.config.rollout.resume_age_s:
             why = f"it was decided {age_s:.0f} s ago (rollout.resume_age_s)"
         if why:
-            self._log.warning("rollout.dropped", generation=generation.number, reason=why)
-            self._deployment.note("rollout.dropped", f"generation {generation.number}: {why}")
-            self._deployment.became(generation.stopped(f"not resumed by the new leader: {why}"))
+            self._deployment.dropped(generation, f"not resumed by the new leader: {why}")
             return
         self._log.info("rollout.resumed", generation=generation.number, epoch=self._deployment.leading.epoch)
         self._deployment.note("rollout.resumed", f"generation {generation.number}")

@@ -76,6 +76,7 @@ async def publish(
         code=verdict.code,
         reason=content.reason,
     )
+    deployment.journals.begin(number)
     deployment.note("generation.published", f"generation {number}: {content.reason}")
     await failpoints.reach_async("planner.generation.persisted")
     took_s, most_s = clock.monotonic() - begin_s, deployment.context.config.planning.proposal_ttl_s
@@ -85,8 +86,7 @@ async def publish(
     elif not why and deployment.live is not live:
         why = "the live map changed meanwhile"
     if why:
-        log.warning("generation.stopped", generation=number, reason=why)
-        deployment.became(generation.stopped(f"not begun: {why}"))
+        deployment.dropped(generation, f"not begun: {why}")
     else:
         deployment.learning.serves = (number, *content.serves) if content.serves is not None else None
         deployment.begin_rollout(generation)

@@ -55,6 +55,7 @@ class WriteLane:
     ) -> None:
         self._store = store
         self._leadership = leadership
+        self.epoch = leadership.epoch
         self._new_id = new_id
         self._on_health = on_health
         self._on_fenced = on_fenced

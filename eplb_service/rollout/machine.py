@@ -190,11 +190,18 @@ class Rollout:
         self._readiness.away -= {event.address.rank_id}
         self._effects.append(Send(Hello(to=event.address, epoch=self.epoch)))
         if isinstance(self._part, Run):
+            self._note_of_rank("rank.attached", event.address, "a control stream speaks for it again")
             self._advance(self._part, self._part.attached(event.address, now), now)
 
     def _on_detached(self, event: RankDetached, _now: float) -> None:
         if self._is_of_group(event.address):
             self._readiness.away |= {event.address.rank_id}
+            if isinstance(self._part, Run):
+                self._note_of_rank("rank.detached", event.address, event.reason)
+
+    def _note_of_rank(self, event: str, address: Address, text: str) -> None:
+        """While a rollout is under way it belongs to its story."""
+        self._effects.append(Note(event=event, text=text, chunk_id=self.open_chunk, rank_id=address.rank_id))
 
     def _on_fenced(self, event: Fenced, now: float) -> None:
         self._outranked(event.by, now)

@@ -114,6 +114,7 @@ class OpenChunk:
         self._committed: set[RankId] = set()
         self._disarmed: set[RankId] = set()
         self._flipped: dict[RankId, int | None] = {}
+        self._last_staged: RankId | None = None
         self._fatal = self._ask_again = self._unvoted = False
         self._effects: list[Effect] = []
 
@@ -221,13 +222,18 @@ class OpenChunk:
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_staged(self, message: Staged, _now: float) -> None:
-        self._staged.add(message.sender.rank_id)
+        if message.sender.rank_id not in self._staged:
+            self._staged.add(message.sender.rank_id)
+            self._last_staged = message.sender.rank_id
 
     def _arm_if_staged(self, away: frozenset[RankId], now: float) -> None:
         """Authorise: all staged, the group is whole, no higher epoch was seen (that would have ended the machine)."""
         if self._without(self._staged) or away:
             return
-        self._note("chunk.authorised", f"staged by all {len(self._group.rank_ids)} ranks after {now - self.since_s:.3f} s")
+        last = f", by rank {self._last_staged} last" if self._last_staged is not None else ""
+        self._note(
+            "chunk.authorised", f"staged by all {len(self._group.rank_ids)} ranks after {now - self.since_s:.3f} s{last}"
+        )
         self._send_all(lambda to: Arm(to=to, chunk_id=self.chunk_id))
         self._enter(RolloutState.ARMED, now, self._settings.arm_timeout_s(self._group.vote_period))
 
@@ -246,6 +252,10 @@ class OpenChunk:
             self._withdraw(f"rank {rank} refused ({message.code}): {message.reason}", now)
 
     def _on_committed(self, message: Committed, _now: float) -> None:
+        if not self._committed:
+            self._note(
+                "chunk.committed", "the vote passed; the engine is idle and flips at its next vote", message.sender.rank_id
+            )
         self._committed.add(message.sender.rank_id)
         self._check_contradiction()
 
@@ -324,6 +334,11 @@ class OpenChunk:
     def _ask_silent(self, message: Callable[[Address], ToRank], now: float) -> None:
         """Stay, past the deadline, and ask again. Hello: a rank that obeys a higher epoch answers nothing else."""
         addresses = self._group.addresses
+        silent = ", ".join(str(rank) for rank in self._without(self._flipped))
+        if not self.stalled:
+            self._note(
+                "chunk.awaited", f"{self.state}: ranks {silent} did not answer within {now - self.since_s:g} s; asked again"
+            )
         for rank in self._without(self._flipped):
             self._send(message(addresses[rank]))
             self._send(Hello(to=addresses[rank], epoch=self._epoch))

@@ -137,6 +137,10 @@ class Run:
         """The store has it: begin to send. Nothing for an answer that is not waited for."""
         self._effects = []
         if self._phase is RolloutState.PERSISTING and token == self._token:
+            num_layers = sum(len(chunk.layers) for chunk in self.chunks)
+            self._note(
+                "rollout.started", f"{num_layers} layers in {len(self.chunks)} chunks; stored after {now - self._since_s:.3f} s"
+            )
             self._back_off(now, 0.0)
             self._try_to_open(now)
         return self._effects
@@ -190,6 +194,7 @@ class Run:
         """Stop after the open chunk, or withdraw it too."""
         self._effects = []
         self._cancelled = f"{event.reason} (by {event.by})"
+        self._note("rollout.cancelled", f"{self._cancelled}: {'withdrawn' if event.withdraw else 'after the open chunk'}")
         if self._chunk is None:
             self._finish(Outcome.STOPPED, self._cancelled, now)
         elif event.withdraw:
@@ -240,6 +245,7 @@ class Run:
             self._finish(Outcome.STOPPED, obstacle.reason, now)
         elif self.hold != obstacle.reason:
             self.hold = obstacle.reason
+            self._note("rollout.held", f"chunk {self.index + 1} of {len(self.chunks)} waits: {obstacle.reason}")
             self._deadline_s = now + self._settings.hold_timeout_s if obstacle.is_timed else None
 
     def _open(self, now: float) -> None:
@@ -257,6 +263,12 @@ class Run:
             settings=self._settings,
         )
         self._effects += self._chunk.open(now)
+        plan = self.chunks[self.index]
+        tries = f", try {self.tries} of {self._settings.tries_max}" if self.tries > 1 else ""
+        self._note(
+            "chunk.opened",
+            f"chunk {self.index + 1} of {len(self.chunks)}{tries}: {_layers_text(plan)}, {len(plan.copies)} copies",
+        )
 
     def _after_chunk(self, effects: list[Effect], now: float) -> list[Effect]:
         """Act on what became of the open chunk, if that is proven now."""
@@ -286,7 +298,8 @@ class Run:
         self._effects.append(
             LiveChanged(live=self.live, generation_floor=self._generation_floor, reason=reason, boundary=boundary)
         )
-        self._effects.append(Note(event="chunk.flipped", text=f"{reason} at boundary {boundary}", chunk_id=chunk.chunk_id))
+        where = f" at boundary {boundary}" if boundary is not None else ""
+        self._effects.append(Note(event="chunk.flipped", text=f"{reason}{where}", chunk_id=chunk.chunk_id))
         if self.index == len(self.chunks):
             self._finish(Outcome.ACTIVE, f"all {len(self.chunks)} chunks flipped", now)
         elif self._cancelled:
@@ -311,6 +324,9 @@ class Run:
         else:
             self._back_off(now, self._settings.backoff_after(self.tries))
 
+    def _note(self, event: str, text: str) -> None:
+        self._effects.append(Note(event=event, text=text, chunk_id=self.open_id))
+
     def _back_off(self, now: float, wait_s: float) -> None:
         self._phase = RolloutState.BACKING_OFF
         self._since_s = now
@@ -330,3 +346,9 @@ class Run:
         )
         self.ended = RunEnd(finished, alarm=alarm, ask_again=ask_again)
         self._effects.append(finished)
+
+
+def _layers_text(plan: PlannedChunk) -> str:
+    """The layers of a chunk in few words."""
+    names = [str(change.layer) for change in plan.layers]
+    return f"layer {names[0]}" if len(names) == 1 else f"{len(names)} layers, {names[0]} to {names[-1]}"

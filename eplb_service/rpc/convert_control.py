@@ -26,6 +26,7 @@ from eplb_service.control import (
     Refused,
     Stage,
     Staged,
+    Throttle,
     ToRank,
 )
 from eplb_service.errors import InvalidInputError
@@ -118,7 +119,26 @@ def _stage_to_pb(value: Stage) -> agent_pb2.Stage:
         copies=copies,
         stage_timeout_s=seconds("stage.stage_timeout_s", value.stage_timeout_s, above_zero=True),
         arm_ttl_s=seconds("stage.arm_ttl_s", value.arm_ttl_s, above_zero=True),
+        **_throttle_to_pb(value.throttle),
     )
+
+
+def _throttle_to_pb(value: Throttle) -> dict[str, float]:
+    given = {}
+    if value.bytes_per_s:
+        given["bytes_per_s"] = fields.number("stage.bytes_per_s", value.bytes_per_s, above=0.0)
+    if value.time_share != 1.0:
+        given["time_share"] = fields.number("stage.time_share", value.time_share, above=0.0, most=1.0)
+    return given
+
+
+def _throttle_from_pb(message: agent_pb2.Stage) -> Throttle:
+    given = {}
+    if message.HasField("bytes_per_s"):
+        given["bytes_per_s"] = fields.number("stage.bytes_per_s", message.bytes_per_s, above=0.0)
+    if message.HasField("time_share"):
+        given["time_share"] = fields.number("stage.time_share", message.time_share, above=0.0, most=1.0)
+    return Throttle(**given)
 
 
 def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
@@ -154,6 +174,7 @@ def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
         copies=copies,
         stage_timeout_s=seconds("stage.stage_timeout_s", message.stage_timeout_s, above_zero=True),
         arm_ttl_s=seconds("stage.arm_ttl_s", message.arm_ttl_s, above_zero=True),
+        throttle=_throttle_from_pb(message),
     )
 
 

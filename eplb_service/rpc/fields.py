@@ -64,6 +64,14 @@ def deployment_id(field: str, value: str) -> DeploymentId:
     return DeploymentId(value)
 
 
+def number(field: str, value: float, *, above: float, most: float = math.inf) -> float:
+    """A finite number within bounds, the lower one exclusive."""
+    if not above < value <= most or not math.isfinite(value):
+        limit = f" and at most {most:g}" if math.isfinite(most) else ""
+        raise InvalidInputError(f"{field}: {value}; expected a finite number above {above:g}{limit}")
+    return value
+
+
 def rank_id(field: str, value: int) -> RankId:
     """A stable rank id, 0..65535."""
     return RankId(whole(field, value, most=RANK_ID_MAX))

@@ -14,7 +14,7 @@ from eplb_service.placement import Placement
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.planner import Planner
 from eplb_service.planner.proposing import moves_between, same_shape
-from eplb_service.rpc.views import diff_view, generation_view, live_view
+from eplb_service.rpc.views import diff_view, generation_view, live_view, rollout_events_view
 from eplb_service.topology import LinkKind, Topology
 
 Context = Any
@@ -68,6 +68,14 @@ class PlacementService(placement_pb2_grpc.PlacementServiceServicer):
         generations = await deployment.ledger.newest(request.limit or LIST_DEFAULT)
         views = [generation_view(deployment.name, generation, with_placement=False) for generation in generations]
         return placement_pb2.ListGenerationsResponse(generations=views)
+
+    async def GetRolloutEvents(
+        self, request: placement_pb2.GetRolloutEventsRequest, context: Context
+    ) -> placement_pb2.RolloutEvents:
+        """What happened on a generation's way to the ranks."""
+        deployment = self._planner.deployment(request.deployment)
+        generation = await deployment.ledger.generation(request.generation)
+        return rollout_events_view(deployment.name, await deployment.journals.of(generation.number))
 
     async def DiffPlacements(
         self, request: placement_pb2.DiffPlacementsRequest, context: Context

@@ -17,6 +17,7 @@ from eplb_service.planner.documents import Settings, VerdictRecord
 from eplb_service.planner.planner import Planner
 from eplb_service.planner.proposing import Decision
 from eplb_service.rollout.events import RolloutState
+from eplb_service.rollout.journal import Journal
 from eplb_service.rpc.arrays import array_to_pb
 from eplb_service.rpc.convert import address_to_pb, layer_to_pb, phase_to_pb, placement_to_pb
 from eplb_service.topology import LinkKind
@@ -107,6 +108,27 @@ def generation_view(deployment: str, generation: Generation, *, with_placement: 
         observed_windows=[observed_window_view(observation) for observation in generation.observations],
         outcome=generation.outcome,
         judgement=generation.judgement,
+    )
+
+
+def rollout_events_view(deployment: str, journal: Journal) -> placement_pb2.RolloutEvents:
+    """What happened on a generation's way to the ranks."""
+    return placement_pb2.RolloutEvents(
+        deployment=deployment,
+        generation=journal.generation,
+        events=[
+            placement_pb2.RolloutEvent(
+                at_s=event.at_s,
+                epoch=event.epoch,
+                event=event.event,
+                text=event.text,
+                chunk_id=event.chunk_id,
+                rank_id=event.rank_id,
+            )
+            for event in journal.events
+        ],
+        dropped=journal.num_dropped,
+        incomplete=journal.incomplete,
     )
 
 

@@ -99,7 +99,7 @@ def slow_moves(task: LayerTask, slots: npt.NDArray[np.int32]) -> int:
     return sum(len(set(new.tolist()) - set(old.tolist()) - {-1}) for new, old in zip(bins, task.held, strict=True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(tasks(), st.sampled_from([1.0, 1.1, 1.5, 3.0]), st.booleans())
 def test_books_agree_with_the_slots_after_any_number_of_steps(task: LayerTask, limit: float, lower: bool) -> None:
     search = search_of(task)
@@ -122,7 +122,7 @@ def test_books_agree_with_the_slots_after_any_number_of_steps(task: LayerTask, l
         assert abs(slow_heights(task, record.rows[moves]).max() - record.heights[moves]) < 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(tasks(), st.sampled_from([1.0, 1.2, 2.0]), st.booleans())
 def test_every_row_that_is_kept_is_legal_and_keeps_its_promise(task: LayerTask, limit: float, lower: bool) -> None:
     search = search_of(task)
@@ -138,7 +138,7 @@ def test_every_row_that_is_kept_is_legal_and_keeps_its_promise(task: LayerTask, 
         assert abs((found.height if lower else found.price) - record.value[0]) < 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(tasks(), st.integers(0, 5), st.integers(0, 2))
 def test_limits_on_moves_are_never_exceeded(task: LayerTask, moves_max: int, intake_max: int) -> None:
     search = search_of(task, moves_max=moves_max, intake_max=intake_max)
@@ -155,7 +155,7 @@ def test_limits_on_moves_are_never_exceeded(task: LayerTask, moves_max: int, int
     assert low.height <= search.rest.height
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(tasks(), st.booleans())
 def test_search_in_pieces_ends_where_one_in_one_go_does(task: LayerTask, lower: bool) -> None:
     whole = run(search_of(task), 1.1, [BLOCK * 12], lower=lower)

@@ -95,7 +95,7 @@ def best_shares(problem: PlanningProblem, table: Table) -> float:
     return height / float((load.sum() + own.sum()) / speed.sum())
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_placement_is_below_the_bound(data: st.DataObject) -> None:
     num_ranks, slots, size = data.draw(st.sampled_from([(2, 2, 3), (2, 2, 2), (4, 1, 4), (4, 1, 2), (3, 2, 4), (2, 3, 4)]))
@@ -133,7 +133,7 @@ def test_no_placement_is_below_the_bound(data: st.DataObject) -> None:
         assert imbalance_bounds(problem)[0] <= best * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_hottest_copy_is_the_best_of_all_allotments(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 4))
@@ -146,7 +146,7 @@ def test_hottest_copy_is_the_best_of_all_allotments(data: st.DataObject) -> None
     assert hottest_copy(load, slots, most, least) == pytest.approx(best)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_level_is_where_water_stands(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 5))

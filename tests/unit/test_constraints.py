@@ -45,7 +45,7 @@ def check(problem: PlanningProblem, policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_refuses_clearly_or_respects_every_constraint(policy: str) -> None:
-    @settings(max_examples=EXAMPLES.get(policy, 60), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES.get(policy, 60), deadline=None, suppress_health_check=list(HealthCheck))
     @given(tiny_problems())
     def run(problem: PlanningProblem) -> None:
         check(problem, policy)
@@ -56,7 +56,7 @@ def test_a_policy_refuses_clearly_or_respects_every_constraint(policy: str) -> N
 @pytest.mark.parametrize("policy", ["greedy", "minmove", "elastic"])
 @pytest.mark.parametrize("dispatch", [Dispatch.NEAREST, Dispatch.WEIGHTED])
 def test_constraints_are_respected_under_any_dispatch(policy: str, dispatch: Dispatch) -> None:
-    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
     @given(tiny_problems())
     def run(problem: PlanningProblem) -> None:
         problem = replace(problem, dispatch=dispatch, work_budget=4000 * problem.current.num_layers, time_limit_s=20.0)
@@ -69,7 +69,7 @@ def test_constraints_are_respected_under_any_dispatch(policy: str, dispatch: Dis
     run()
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tiny_problems(limits_on_moves=False), st.data())
 def test_the_static_policy_reaches_what_is_wanted_or_comes_nearer(problem: PlanningProblem, data: st.DataObject) -> None:
     problem = replace(problem, work_budget=4000 * problem.current.num_layers, time_limit_s=20.0)
@@ -98,7 +98,7 @@ def test_the_static_policy_reaches_what_is_wanted_or_comes_nearer(problem: Plann
         assert proposal.placement == wanted
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tiny_problems(limits_on_moves=False))
 def test_survivors_can_be_planned_for_whenever_the_experts_fit(problem: PlanningProblem) -> None:
     room = sum(

@@ -38,6 +38,7 @@ from eplb_service.control import (
     Registration,
     Stage,
     Staged,
+    Throttle,
     ToRank,
 )
 from eplb_service.errors import InvalidInputError
@@ -97,6 +98,9 @@ TO_RANK: st.SearchStrategy[ToRank] = st.one_of(
             relay_of=st.integers(-1, 1 << 20),
         )),
         stage_timeout_s=st.floats(1e-3, 1e6), arm_ttl_s=st.floats(1e-3, 1e6),
+        throttle=st.builds(
+            Throttle, bytes_per_s=st.just(0.0) | st.floats(1e-3, 1e15), time_share=st.floats(0.0, 1.0, exclude_min=True)
+        ),
     ),
 )  # fmt: skip
 

@@ -102,21 +102,21 @@ def slow_rank_loads(case: Case, dispatch: Dispatch) -> list[float]:
     return result
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from([Dispatch.EVEN, Dispatch.HASHED, Dispatch.NEAREST]))
 def test_rank_loads_equal_a_walk_over_sources_and_replicas(case: Case, dispatch: Dispatch) -> None:
     fast = rank_loads([case.load], case.table, case.topology, dispatch, case.sources)[0]
     assert fast == pytest.approx(slow_rank_loads(case, dispatch), abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_weighted_rank_loads_follow_the_shares_of_the_slots_that_serve(case: Case) -> None:
     fast = rank_loads([case.load], case.weighted, case.topology, Dispatch.WEIGHTED, case.sources)[0]
     assert fast == pytest.approx(slow_rank_loads(case, Dispatch.WEIGHTED), abs=1e-3)  # shares are float32
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(list(Dispatch)))
 def test_hops_equal_a_walk_over_sources_and_replicas(case: Case, dispatch: Dispatch) -> None:
     table = case.weighted if dispatch is Dispatch.WEIGHTED else case.table
@@ -128,7 +128,7 @@ def test_hops_equal_a_walk_over_sources_and_replicas(case: Case, dispatch: Dispa
     assert hops.total == pytest.approx(sum(expected.values()), abs=1e-3)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from(list(Dispatch)))
 def test_shares_of_every_expert_that_is_reachable_add_up_to_one(case: Case, dispatch: Dispatch) -> None:
     slots = len(case.row) // case.topology.num_ranks
@@ -238,7 +238,7 @@ def test_wrong_shape_and_a_fleet_of_dead_ranks_are_refused() -> None:
         imbalance_of([[1.0]], table_of([[0]], 1, 1), all_dead)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(0, 3))
 def test_static_tables_prefer_rank_then_node_and_deal_the_rest_in_equal_numbers(case: Case, seed: int) -> None:
     table, topology = case.table, case.topology
@@ -287,7 +287,7 @@ def test_static_tables_are_the_same_for_a_seed_and_differ_between_seeds() -> Non
     assert Imbalance.of(static_shares(table, topology, seed=7)[:, :, 0]).worst >= 1.0
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(list(Dispatch)), st.lists(st.integers(1, 5), min_size=10, max_size=10))
 def test_the_noise_model_and_the_imbalance_agree_on_what_a_rank_carries(
     case: Case, dispatch: Dispatch, traits: list[int]

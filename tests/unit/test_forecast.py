@@ -159,7 +159,8 @@ def test_every_forecast_is_shares_of_each_layer_whatever_was_seen(seed: int, idl
         assert (got >= 0).all()
         sums = LAYOUT.sums(got)
         assert all(abs(total - 1) < 1e-4 or total == 0 for total in sums.tolist()), forecaster.name
-        assert (sums[0] == 0) == idle
+        assert not idle or sums[0] == 0
+        assert sums[0] > 0 or tokens[:3].sum() == 0, forecaster.name  # a layer may be without tokens by chance too
 
 
 # ── in the place of windows ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,7 @@ def points_of(pairs: list[tuple[int, float]]) -> list[Point]:
 PAIRS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40).map(float)), min_size=1, max_size=12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(PAIRS)
 def test_front_holds_exactly_what_no_other_point_beats(pairs: list[tuple[int, float]]) -> None:
     front = pareto(points_of(pairs))
@@ -35,7 +35,7 @@ def test_front_holds_exactly_what_no_other_point_beats(pairs: list[tuple[int, fl
     assert [point.moves for point in front] == sorted(point.moves for point in front)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(PAIRS)
 def test_hull_gains_less_and_less_per_move_and_keeps_both_ends(pairs: list[tuple[int, float]]) -> None:
     front = pareto(points_of(pairs))
@@ -70,7 +70,7 @@ def account_of(num_layers: int, constraints: Constraints) -> MoveAccount:
     return MoveAccount(problem)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_joined_plans_keep_the_limits_and_lose_at_most_one_step_against_trying_everything(data: st.DataObject) -> None:
     num_layers = data.draw(st.integers(1, 3))

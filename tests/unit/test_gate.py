@@ -109,7 +109,7 @@ def test_a_slow_link_makes_the_same_gain_too_dear_vllm_50647() -> None:
     assert verdict(SKEWED, cost=replace(slow, copy_interference=0.0)).move
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([2_000, 20_000, 500_000]))
 def test_resample_of_the_same_load_from_its_own_plan_is_kept(seed: int, tokens: int) -> None:
     shares = popularity(seed)
@@ -120,7 +120,7 @@ def test_resample_of_the_same_load_from_its_own_plan_is_kept(seed: int, tokens: 
     assert not answer.move, answer.reason
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000))
 def test_a_load_that_drifted_is_moved_for(seed: int) -> None:
     first = evidence(sample(popularity(seed), 500_000, seed + 1), LINEAR)

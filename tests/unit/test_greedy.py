@@ -96,7 +96,7 @@ def slow_imbalance(weights: list[float], ranks: list[list[int]]) -> float:
     return max(heights) / (sum(heights) / len(heights))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
 def test_no_worse_than_the_published_two_stage_idea(num_ranks: int, slots: int, data: st.DataObject) -> None:
     num_logical = data.draw(st.integers(slots, num_ranks * slots))
@@ -109,7 +109,7 @@ def test_no_worse_than_the_published_two_stage_idea(num_ranks: int, slots: int, 
     assert ours.predicted.worst >= ours.lower_bound.worst - 1e-9
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_no_worse_than_the_published_hierarchical_idea(data: st.DataObject) -> None:
     num_nodes, per_node, groups_per_node, size = (data.draw(st.integers(1, 3)) for _ in range(4))
@@ -281,7 +281,7 @@ def test_row_that_breaks_only_a_rule_for_new_rows_may_stay_when_moves_are_short(
     assert plan(replace(problem, constraints=Constraints(max_moves=0))).placement == current
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_groups_are_kept_together_when_ranks_die_layers_idle_and_moves_are_short(data: st.DataObject) -> None:
     topology = replace(Topology.regular(num_ranks=4, num_nodes=2), dead=frozenset({RankId(data.draw(st.integers(0, 3)))}))
@@ -307,7 +307,7 @@ def test_same_problem_gives_the_same_plan_and_ties_go_to_the_lowest_index() -> N
     assert plan(problem).placement.replica_counts.tolist() == [[2, 2, 2, 2, 1, 1, 1, 1]]
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_every_plan_passes_the_check_whatever_is_dead_out_of_use_or_limited(data: st.DataObject) -> None:
     num_ranks, slots = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 4))

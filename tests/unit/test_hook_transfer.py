@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from agent.engine.port import RoutingTables, SlotTensor, TensorKind
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip, flip
-from agent.transfer.checksum import checksum, weights
-from agent.transfer.gloo_peer import slot_checksums
+from agent.transfer.checksum import checksum, slot_checksums, weights
 from agent.transfer.staging import ALIGN_BYTES, REGION_ALIGN_BYTES, ExpertLayout, Staging
 from agent.transfer.streams import DeviceEvent, EventPair, HostStreams
 from eplb_service.errors import DeadlineError, InvalidInputError

@@ -79,7 +79,7 @@ class SteppingClock:
         return self.now_s
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3)]), st.data())
 def test_small_layers_are_solved_to_the_optimum_of_all_placements(shape: tuple[int, int], data: st.DataObject) -> None:
     num_ranks, slots = shape
@@ -96,7 +96,7 @@ def test_small_layers_are_solved_to_the_optimum_of_all_placements(shape: tuple[i
         assert proposal.status == "optimal"
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_never_worse_than_greedy(data: st.DataObject) -> None:
     num_ranks, slots = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
@@ -178,7 +178,7 @@ def slow_fewest_moves(problem: PlanningProblem, target: float) -> int | None:
     return fewest
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None)
 @given(st.data())
 def test_pins_bars_resilience_and_capacities_are_kept_and_greedy_is_never_better(data: st.DataObject) -> None:
     load = data.draw(st.lists(st.integers(1, 60).map(float), min_size=4, max_size=4))

@@ -13,7 +13,7 @@ from eplb_service.policy import exchanges, kernels, matching
 from eplb_service.policy.bounds import hottest_copy
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 5), st.data())
 def test_matching_is_the_cheapest_of_all_permutations(size: int, data: st.DataObject) -> None:
     cost = np.array(
@@ -33,7 +33,7 @@ def allotments(num_logical: int, num_slots: int, copies_max: int) -> list[tuple[
     return [copies for copies in itertools.product(*ranges) if sum(copies) <= num_slots]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.integers(0, 5), st.integers(1, 4))
 def test_no_allotment_has_a_cooler_hottest_copy(loads: list[int], spare: int, copies_max: int) -> None:
     load = np.array(loads, np.float64)
@@ -49,7 +49,7 @@ def test_no_allotment_has_a_cooler_hottest_copy(loads: list[int], spare: int, co
     assert abs(hottest_copy(load, num_slots, copies_max) - best) < 1e-9
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_packing_and_exchanges_keep_copies_room_and_distinctness(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 5))
@@ -75,7 +75,7 @@ def test_packing_and_exchanges_keep_copies_room_and_distinctness(data: st.DataOb
     assert kernels.loads_of_bins(bins, load).max() <= height * (1 + 1e-12)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_exchanges_end_where_no_single_one_relieves_the_busiest_rank(data: st.DataObject) -> None:
     num_ranks, width = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
@@ -99,7 +99,7 @@ def test_exchanges_end_where_no_single_one_relieves_the_busiest_rank(data: st.Da
         assert max(after[top], after[rank]) >= heights[top] * (1 - 1e-9)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.0, 3.5]), min_size=1, max_size=12), st.integers(0, 8), st.randoms())
 def test_experts_are_ordered_by_load_per_copy_whatever_order_equals_came_in(
     loads: list[float], spare: int, random: Random

@@ -257,7 +257,7 @@ def limits_of_room(problem: PlanningProblem) -> list[int]:
     ]
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(tiny_problems(limits_on_moves=False))
 def test_a_problem_is_refused_exactly_when_no_placement_meets_it(problem: PlanningProblem) -> None:
     room = limits_of_room(problem)
@@ -278,7 +278,7 @@ def test_a_problem_is_refused_exactly_when_no_placement_meets_it(problem: Planni
         assert possible
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(tiny_problems(limits_on_moves=False))
 def test_legal_rows_are_those_that_a_reader_of_slots_finds_clean(problem: PlanningProblem) -> None:
     try:

@@ -77,7 +77,7 @@ def slow_fewest_moves(problem: PlanningProblem) -> int | None:
     return best
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from([(2, 2), (3, 2), (2, 3), (4, 1)]), st.data())
 def test_tiny_layers_get_the_fewest_moves_of_all_placements(shape: tuple[int, int], data: st.DataObject) -> None:
     num_ranks, slots = shape
@@ -142,7 +142,7 @@ def problems(draw: st.DrawFn) -> PlanningProblem:
     )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, deadline=None)
 @given(st.data())
 def test_no_constraint_is_ever_broken_and_no_layer_gets_worse(data: st.DataObject) -> None:
     try:

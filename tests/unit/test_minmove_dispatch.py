@@ -79,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(Topology(ranks, nodes, None, frozenset(dead)), table, load, sources, draw(st.booleans()))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_the_search_serves_an_expert_as_nearest_dispatch_does(case: Case) -> None:
     problem = problem_of(case, Dispatch.NEAREST)
@@ -106,7 +106,7 @@ def state_of(problem: PlanningProblem, routes: Routes) -> tuple[Layer, State]:
     return layer, new_state(layer, slots, problem.current.num_physical)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from([Dispatch.NEAREST, Dispatch.EVEN]))
 def test_the_price_of_routes_counts_the_tokens_that_cross_nodes(case: Case, dispatch: Dispatch) -> None:
     problem = problem_of(case, dispatch)
@@ -148,7 +148,7 @@ def test_what_static_tables_put_elsewhere_is_priced(row: list[int], misplaced: f
     assert np.abs(static - nearest).sum() / 2 == pytest.approx(price)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(cases(), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.lists(st.integers(0, 40), min_size=6, max_size=6))
 def test_an_expert_is_poured_over_its_copies_as_the_linear_program_splits_it(
     case: Case, speeds: list[int], others: list[int]
@@ -329,7 +329,7 @@ def legal_problems(draw: st.DrawFn) -> PlanningProblem:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(legal_problems(), st.sampled_from(["minmove", "greedy"]))
 def test_no_plan_is_worse_under_the_dispatch_than_what_is_live(problem: PlanningProblem, name: str) -> None:
     proposal = planned(problem, MinMovePolicy() if name == "minmove" else GreedyPolicy())

@@ -90,7 +90,7 @@ def drawn_task(data: st.DataObject) -> LayerTask:
 TARGETS = st.sampled_from([1.0, 1.02, 1.2, 1.5, 2.0])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(TARGETS, st.data())
 def test_no_row_takes_fewer_moves_than_the_bound(target: float, data: st.DataObject) -> None:
     task = drawn_task(data)
@@ -99,7 +99,7 @@ def test_no_row_takes_fewer_moves_than_the_bound(target: float, data: st.DataObj
     assert fewest is None or bound <= fewest
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(TARGETS, st.data())
 def test_no_row_takes_fewer_moves_than_the_bound_under_constraints(target: float, data: st.DataObject) -> None:
     task = drawn_task(data)

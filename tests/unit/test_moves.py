@@ -57,7 +57,7 @@ def slow_moves(case: Rows, topology: Topology) -> tuple[int, dict[LinkKind, int]
     return moves, by_link, orphans
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(row_pairs(), st.integers(1, 4))
 def test_moves_by_link_equal_a_walk_over_ranks_and_slots(case: Rows, num_nodes: int) -> None:
     topology = Topology.regular(num_ranks=case[0], num_nodes=min(case[0], num_nodes))
@@ -71,7 +71,7 @@ def test_moves_by_link_equal_a_walk_over_ranks_and_slots(case: Rows, num_nodes: 
     assert count_moves(np.array(case[2]), np.array(case[3]), num_ranks=case[0], num_logical=case[1]) == moves
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None)
 @given(row_pairs())
 def test_alignment_keeps_each_ranks_experts_and_as_many_slots_as_possible(case: Rows) -> None:
     num_ranks, _, before, after = case

@@ -75,7 +75,7 @@ def slow_bytes_into_nics(topology: Topology, before: Table, after: Table, sizes:
     return over
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(changes(), st.lists(st.integers(0, 50), min_size=3, max_size=3))
 def test_bytes_into_the_busiest_nic_equal_a_walk_over_ranks_and_experts(
     case: tuple[Topology, Table, Table], sizes: list[int]
@@ -87,7 +87,7 @@ def test_bytes_into_the_busiest_nic_equal_a_walk_over_ranks_and_experts(
     assert sum(over.values()) == summary.bytes_by_link[LinkKind.CROSS_NODE] + summary.bytes_without_source
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(changes(), st.lists(st.integers(0, 50), min_size=3, max_size=3))
 def test_names_of_nics_change_nothing_but_what_nics_take_and_a_copy_never_gets_cheaper(
     case: tuple[Topology, Table, Table], sizes: list[int]
@@ -141,7 +141,7 @@ def test_nics_are_told_by_node_and_name() -> None:
     assert own.num_nics == 5
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(topologies(), st.integers(1, 3))
 def test_blocks_of_ranks_on_nics_are_even_on_every_node(topology: Topology, num_nics: int) -> None:
     sizes = {node: topology.nodes.count(node) for node in topology.node_names}
@@ -212,7 +212,7 @@ def test_rate_of_a_nic_is_measured_and_not_the_part_that_one_of_its_ranks_gets()
     assert mistaken < ACROSS_PER_S / 2
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99), st.floats(0, 9)), min_size=1, max_size=6), st.data())
 def test_every_nic_counts_once_a_chunk_in_whatever_order_its_ranks_tell(
     given_: list[tuple[int, int, float]], data: st.DataObject
@@ -284,7 +284,7 @@ def test_what_ranks_say_of_a_chunk_is_learned_by_their_nics(nic: str, rate: floa
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases(), st.sampled_from(list(Dispatch)), st.lists(st.sampled_from("xy"), min_size=5, max_size=5))
 def test_tokens_over_the_busiest_nic_equal_a_walk_over_sources_and_replicas(
     case: Case, dispatch: Dispatch, names: list[str]

@@ -90,7 +90,7 @@ LOADS = st.lists(st.sampled_from([0.0, 1, 2, 3, 5, 8, 20]), min_size=1, max_size
 TARGETS = st.sampled_from([1.0, 1.05, 1.3, 2.0, 4.0])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(LOADS, TARGETS, st.data())
 def test_moves_and_balance_are_those_of_the_best_of_all_rows(load: list[float], target: float, data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(len(load), 5))
@@ -101,7 +101,7 @@ def test_moves_and_balance_are_those_of_the_best_of_all_rows(load: list[float], 
     check(task, target, fewest_moves_one_slot(task, target))
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(LOADS, TARGETS, st.data())
 def test_bars_pins_spread_and_prices_keep_the_least_price(load: list[float], target: float, data: st.DataObject) -> None:
     num_ranks, size = 5, len(load)

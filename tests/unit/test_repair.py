@@ -130,7 +130,7 @@ def tiny_tasks(draw: st.DrawFn) -> LayerTask:
     )
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, deadline=None)
 @given(tiny_tasks())
 def test_repair_finds_the_fewest_new_residencies_or_says_that_nothing_is_legal(task: LayerTask) -> None:
     best = fewest_new(task)
@@ -147,7 +147,7 @@ def test_repair_finds_the_fewest_new_residencies_or_says_that_nothing_is_legal(t
     assert task.price[placed].sum() == best
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(tiny_tasks())
 def test_what_was_repaired_is_left_alone(task: LayerTask) -> None:
     try:

@@ -79,7 +79,7 @@ def least_imbalance(case: Case) -> float:
     return highest / mean if sum(case.load) > 0 else 1.0
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_shares_reach_the_least_imbalance_that_any_split_has(case: Case) -> None:
     shares = weighted_shares(case.table, case.topology, [case.load])
@@ -88,7 +88,7 @@ def test_shares_reach_the_least_imbalance_that_any_split_has(case: Case) -> None
     assert check_shares(case.table, shares) is None
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_shares_of_an_expert_add_up_to_exactly_one_in_any_order(case: Case) -> None:
     shares = weighted_shares(case.table, case.topology, [case.load])[0]
@@ -103,7 +103,7 @@ def test_shares_of_an_expert_add_up_to_exactly_one_in_any_order(case: Case) -> N
     assert (shares * SHARE_UNITS == np.round(shares * SHARE_UNITS)).all()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_the_height_of_a_row_is_a_bound_for_even_and_nearest_dispatch(case: Case) -> None:
     problem = PlanningProblem(loads=np.array([[case.load]]), topology=case.topology, current=case.table)

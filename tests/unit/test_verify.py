@@ -131,7 +131,7 @@ def test_bound_by_the_hottest_copy_holds_under_every_dispatch() -> None:
     assert imbalance_bounds(replace(three, dispatch=Dispatch.NEAREST))[0] == pytest.approx(100 / 51)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None)
 @given(tiny_problems(), st.data())
 def test_accepts_what_a_reader_of_slots_accepts_and_nothing_else(problem: PlanningProblem, data: st.DataObject) -> None:
     try:

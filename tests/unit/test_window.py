@@ -400,7 +400,7 @@ def test_combine_wants_at_least_one_window() -> None:
         Windows(windows_max=0)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_any_interleaving_with_repeats_gives_the_sum_of_each_report_once(data: st.DataObject) -> None:
     """Each rank reports in order and may repeat itself; ranks interleave at will, none further ahead than windows stay open."""

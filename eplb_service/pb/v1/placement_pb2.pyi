@@ -122,6 +122,44 @@ class GenerationView(_message.Message):
     judgement: str
     def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ...) -> None: ...
 
+class GetRolloutEventsRequest(_message.Message):
+    __slots__ = ("deployment", "generation")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    generation: int
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class RolloutEvent(_message.Message):
+    __slots__ = ("at_s", "epoch", "event", "text", "chunk_id", "rank_id")
+    AT_S_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
+    RANK_ID_FIELD_NUMBER: _ClassVar[int]
+    at_s: float
+    epoch: int
+    event: str
+    text: str
+    chunk_id: int
+    rank_id: int
+    def __init__(self, at_s: _Optional[float] = ..., epoch: _Optional[int] = ..., event: _Optional[str] = ..., text: _Optional[str] = ..., chunk_id: _Optional[int] = ..., rank_id: _Optional[int] = ...) -> None: ...
+
+class RolloutEvents(_message.Message):
+    __slots__ = ("deployment", "generation", "events", "dropped", "incomplete")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    INCOMPLETE_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    generation: int
+    events: _containers.RepeatedCompositeFieldContainer[RolloutEvent]
+    dropped: int
+    incomplete: str
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., events: _Optional[_Iterable[_Union[RolloutEvent, _Mapping]]] = ..., dropped: _Optional[int] = ..., incomplete: _Optional[str] = ...) -> None: ...
+
 class DiffPlacementsRequest(_message.Message):
     __slots__ = ("deployment", "from_generation", "to_generation")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class PlacementServiceStub(object):
                 request_serializer=eplb_dot_v1_dot_placement__pb2.ListGenerationsRequest.SerializeToString,
                 response_deserializer=eplb_dot_v1_dot_placement__pb2.ListGenerationsResponse.FromString,
                 _registered_method=True)
+        self.GetRolloutEvents = channel.unary_unary(
+                '/eplb.v1.PlacementService/GetRolloutEvents',
+                request_serializer=eplb_dot_v1_dot_placement__pb2.GetRolloutEventsRequest.SerializeToString,
+                response_deserializer=eplb_dot_v1_dot_placement__pb2.RolloutEvents.FromString,
+                _registered_method=True)
         self.DiffPlacements = channel.unary_unary(
                 '/eplb.v1.PlacementService/DiffPlacements',
                 request_serializer=eplb_dot_v1_dot_placement__pb2.DiffPlacementsRequest.SerializeToString,
@@ -80,6 +85,13 @@ class PlacementServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRolloutEvents(self, request, context):
+        """What happened on a generation's way to the ranks.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DiffPlacements(self, request, context):
         """What changes from one generation to another.
         """
@@ -104,6 +116,11 @@ def add_PlacementServiceServicer_to_server(servicer, server):
                     servicer.ListGenerations,
                     request_deserializer=eplb_dot_v1_dot_placement__pb2.ListGenerationsRequest.FromString,
                     response_serializer=eplb_dot_v1_dot_placement__pb2.ListGenerationsResponse.SerializeToString,
+            ),
+            'GetRolloutEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRolloutEvents,
+                    request_deserializer=eplb_dot_v1_dot_placement__pb2.GetRolloutEventsRequest.FromString,
+                    response_serializer=eplb_dot_v1_dot_placement__pb2.RolloutEvents.SerializeToString,
             ),
             'DiffPlacements': grpc.unary_unary_rpc_method_handler(
                     servicer.DiffPlacements,
@@ -192,6 +209,33 @@ class PlacementService(object):
             '/eplb.v1.PlacementService/ListGenerations',
             eplb_dot_v1_dot_placement__pb2.ListGenerationsRequest.SerializeToString,
             eplb_dot_v1_dot_placement__pb2.ListGenerationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRolloutEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/eplb.v1.PlacementService/GetRolloutEvents',
+            eplb_dot_v1_dot_placement__pb2.GetRolloutEventsRequest.SerializeToString,
+            eplb_dot_v1_dot_placement__pb2.RolloutEvents.FromString,
             options,
             channel_credentials,
             insecure,
