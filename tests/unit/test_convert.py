@@ -323,6 +323,9 @@ def test_facts_that_cannot_be_are_refused(envelope: agent_pb2.ControlFromAgent, 
     assert message in str(refusal.value)
 
 
+TIMED = {"chunk_id": 5, "generation": 1, "stage_timeout_s": 1.0, "arm_ttl_s": 1.0}
+
+
 @pytest.mark.parametrize(
     ("stage", "message"),
     [
@@ -338,6 +341,10 @@ def test_facts_that_cannot_be_are_refused(envelope: agent_pb2.ControlFromAgent, 
             },
             "stage.copies[0].source_rank: 1048576 is out of range",
         ),
+        ({**TIMED, "bytes_per_s": 0.0}, "stage.bytes_per_s: 0.0; expected a finite number above 0"),
+        ({**TIMED, "bytes_per_s": float("inf")}, "stage.bytes_per_s: inf; expected a finite number above 0"),
+        ({**TIMED, "time_share": 1.5}, "stage.time_share: 1.5; expected a finite number above 0 and at most 1"),
+        ({**TIMED, "time_share": float("nan")}, "stage.time_share: nan; expected a finite number above 0 and at most 1"),
     ],
 )
 def test_stages_that_cannot_be_are_refused(stage: dict[str, Any], message: str) -> None:

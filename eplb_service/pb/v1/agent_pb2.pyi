@@ -352,7 +352,7 @@ class Copy(_message.Message):
     def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., expert: _Optional[int] = ..., source_rank: _Optional[int] = ..., source_slot: _Optional[int] = ..., target_rank: _Optional[int] = ..., target_slot: _Optional[int] = ..., relay_of: _Optional[int] = ...) -> None: ...
 
 class Stage(_message.Message):
-    __slots__ = ("chunk_id", "generation", "weights_version", "mesh_id", "layers", "copies", "stage_timeout_s", "arm_ttl_s")
+    __slots__ = ("chunk_id", "generation", "weights_version", "mesh_id", "layers", "copies", "stage_timeout_s", "arm_ttl_s", "bytes_per_s", "time_share")
     CHUNK_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +361,8 @@ class Stage(_message.Message):
     COPIES_FIELD_NUMBER: _ClassVar[int]
     STAGE_TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     ARM_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    TIME_SHARE_FIELD_NUMBER: _ClassVar[int]
     chunk_id: int
     generation: int
     weights_version: int
@@ -369,7 +371,9 @@ class Stage(_message.Message):
     copies: _containers.RepeatedCompositeFieldContainer[Copy]
     stage_timeout_s: float
     arm_ttl_s: float
-    def __init__(self, chunk_id: _Optional[int] = ..., generation: _Optional[int] = ..., weights_version: _Optional[int] = ..., mesh_id: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerChange, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., stage_timeout_s: _Optional[float] = ..., arm_ttl_s: _Optional[float] = ...) -> None: ...
+    bytes_per_s: float
+    time_share: float
+    def __init__(self, chunk_id: _Optional[int] = ..., generation: _Optional[int] = ..., weights_version: _Optional[int] = ..., mesh_id: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerChange, _Mapping]]] = ..., copies: _Optional[_Iterable[_Union[Copy, _Mapping]]] = ..., stage_timeout_s: _Optional[float] = ..., arm_ttl_s: _Optional[float] = ..., bytes_per_s: _Optional[float] = ..., time_share: _Optional[float] = ...) -> None: ...
 
 class Arm(_message.Message):
     __slots__ = ("chunk_id",)
