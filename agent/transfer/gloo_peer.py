@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_tag
 from agent.transfer.gloo import Work
 from agent.transfer.staging import ExpertLayout
 from agent.transfer.streams import Streams
+from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_tag
 from eplb_service.control import Copy
 from eplb_service.ids import LayerRef
 
