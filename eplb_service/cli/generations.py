@@ -111,7 +111,13 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
 @click.option("--events", is_flag=True, help="Tell its rollout too: what happened, when, to which chunk and rank, and why.")
 @output_option
 @planner_options
-def show_generation(generation: int, deployment: str | None, events: bool, output: str, client: PlannerClient) -> None:
+def show_generation(
+    generation: int,
+    deployment: str | None,
+    events: bool,  # noqa: FBT001  (click passes options by name)
+    output: str,
+    client: PlannerClient,
+) -> None:
     """Show why GENERATION was made, what it promised, what was observed, and its fate.
 
     \b
@@ -163,7 +169,7 @@ def _print_generation(name: str, view: Any) -> None:
 def _print_events(told: Any) -> None:
     """The story of a rollout, oldest event first; seconds since the first one, chunk ids as in the logs."""
     begin_s = told.events[0].at_s if told.events else 0.0
-    console().print(f"rollout of generation {told.generation}: {len(told.events)} events from {clock_text(begin_s)}", style="bold")
+    title = f"rollout of generation {told.generation}: {len(told.events)} events from {clock_text(begin_s)}"
     rows = [
         (
             f"+{event.at_s - begin_s:.3f}",
@@ -176,6 +182,6 @@ def _print_events(told: Any) -> None:
         for event in told.events
     ]
     columns = ("seconds", "epoch", "event", "chunk", "rank", "what")
-    print_table("", columns, rows, right=("seconds", "epoch", "rank"), indent=2)
+    print_table(title, columns, rows, right=("seconds", "epoch", "rank"), indent=2)
     if told.incomplete:
         print_fact("incomplete", told.incomplete, style="yellow")

@@ -15,7 +15,7 @@ from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber
+from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink

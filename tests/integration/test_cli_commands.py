@@ -212,6 +212,17 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
     for words in ("chat generation 1: active", "why", "moves", "flipped at steps", "decision to last flip"):
         assert words in shown
     assert made["moves"]["experts"] > 0
+    story = chat("generations", "show", "1", "--events")
+    assert story.startswith(shown)
+    rows = [line.split() for line in story[len(shown) :].splitlines()]
+    assert rows[0][:4] == ["rollout", "of", "generation", "1:"]
+    assert rows[1] == ["seconds", "epoch", "event", "chunk", "rank", "what"]
+    assert rows[2][:3] == ["+0.000", "1", "generation.published"]
+    assert rows[-1][2] == "rollout.finished"
+    told = chat.json("generations", "show", "1", "--events")
+    assert "rollout" not in chat.json("generations", "show", "1")
+    assert (told["rollout"]["incomplete"], told["rollout"]["events"][1]["event"]) == ("", "rollout.started")
+    assert [event["chunk_id"] is None for event in told["rollout"]["events"]][:3] == [True, True, False]
 
     table = chat("placement", "show", "--layer", "1")
     assert [line.split()[0] for line in table.splitlines()[3:7]] == ["1", "1", "2", "3"]
@@ -254,6 +265,7 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
         (("status", "nope"), 2, "there is no deployment 'nope'; known: chat"),
         (("rebalance", "-d", "nope"), 2, "there is no deployment 'nope'; known: chat"),
         (("generations", "show", "77"), 2, "has no generation 77"),
+        (("generations", "show", "77", "--events"), 2, "has no generation 77"),
         (("generations", "show", "0"), 2, "generation 0 is what the engine loaded by itself"),
         (("rollback", "77"), 2, "has no generation 77"),
         (("placement", "diff", "0", "77"), 2, "has no generation 77"),
