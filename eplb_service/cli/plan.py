@@ -291,6 +291,7 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
 def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     from eplb_service.cli import plan_page  # noqa: PLC0415  (keeps `eplb plan --help` quick)
     from eplb_service.formats.placements import format_to_write  # noqa: PLC0415
+    from eplb_service.offline.engine_file import check_can_hold  # noqa: PLC0415
     from eplb_service.offline.facts import facts_of  # noqa: PLC0415
     from eplb_service.offline.plan import plan_offline  # noqa: PLC0415
     from eplb_service.offline.plan_document import plan_document  # noqa: PLC0415
@@ -307,6 +308,8 @@ def _offline(load: Path, output: str, options: dict[str, Any]) -> None:
     made = []
     for slots in options["sweep_slots"] or (options["slots_per_rank"],):
         problem = problem_of(recording, source_loads, options, slots_per_rank=slots, together=together)
+        if engine not in (None, "eplb"):
+            check_can_hold(engine, problem)
         against = "linear" if options["current"] is None else "current"
         plan = plan_offline(problem, policy=options["policy"], moves_against=against)
         made.append((plan, facts_of(problem, plan.proposal, None if together is None else together.choices)))

@@ -273,6 +273,37 @@ def test_options_that_do_not_go_together_are_refused_early(
     assert said in refusal(capsys, "--load", str(loads), *FLEET, *words)
 
 
+@pytest.mark.parametrize("engine", ["sglang", "trtllm", "vllm-ascend"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--dispatch", "weighted"), "plans for weighted dispatch have shares, which files of {} cannot say"),
+        (("--unusable-slot", "1:3"), "slot 3 of rank 1 is unusable, so slots would stay empty; files of {} name an expert for"),
+        (("--dead-rank", "2"), "rank 2 is dead: plan for the ranks that serve alone, so slots would stay empty; files of {}"),
+        (("--slots-per-rank", "17"), "layer 0: rank 0 has 17 slots and may hold 16 experts, so"),
+        (("--bar", "3@1/2", "--slots-per-rank", "16"), "layer 2: rank 1 has 16 slots and may hold 15 experts, so"),
+        (("--groups", "4", "--nodes", "4"), "layer 0: rank 0 has 5 slots and may hold 4 experts on its node, so"),
+        (("--max-replicas", "1"), "16 experts of 1 copies at most do not fill 20 slots, so"),
+    ],
+)
+def test_what_an_engines_file_cannot_say_is_refused_before_a_plan_is_made(
+    engine: str,
+    words: tuple[str, ...],
+    said: str,
+    loads: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def planned(*_: object, **__: object) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr("eplb_service.offline.plan.plan_offline", planned)
+    out = str(loads.parent / "placement")
+    assert said.format(engine) in refusal(capsys, "--load", str(loads), *FLEET, *words, "--out", f"{engine}:{out}")
+    with pytest.raises(AssertionError, match="a plan was made"):  # eplb's own files say all of it
+        refusal(capsys, "--load", str(loads), *FLEET, *words, "--out", f"eplb:{out}")
+
+
 def test_pictures_without_the_chart_library_say_what_to_install(
     loads: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
