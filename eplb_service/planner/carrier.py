@@ -254,9 +254,9 @@ class Carrier:
 
     # ── the rollout machine ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def lead(self, epoch: Epoch, settings: RolloutSettings) -> None:
+    def lead(self, epoch: Epoch, settings: RolloutSettings, *, first_sequence: int) -> None:
         """A fresh machine for this epoch; it asks the ready group what is live."""
-        self.rollout, self.alarm = Rollout(epoch, settings), ""
+        self.rollout, self.alarm = Rollout(epoch, settings, first_sequence=first_sequence), ""
         status = self._membership.status
         if isinstance(status, Ready):
             self.feed(GroupReady(status.group))

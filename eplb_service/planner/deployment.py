@@ -33,6 +33,7 @@ from eplb_service.planner.loads import dispatch_of, loads_of
 from eplb_service.planner.outcomes import Outcomes
 from eplb_service.planner.proposing import Decision, Known
 from eplb_service.planner.write_lane import WriteLane
+from eplb_service.rollout.chunk_ids import drawn_sequence
 from eplb_service.rollout.events import (
     Cancel,
     Fenced,
@@ -136,7 +137,8 @@ class Deployment:
     def _take_over(self, epoch: Epoch) -> None:
         """Go on from what the ledger says: what the leader before did not finish, and what is live."""
         self.outcomes.begin(self.ledger.unfinished())
-        self.carrier.lead(epoch, self.context.config.rollout.settings())
+        settings, first_sequence = self.context.config.rollout.settings(), drawn_sequence(self.context.new_id())
+        self.carrier.lead(epoch, settings, first_sequence=first_sequence)
 
     def _remember(self) -> None:
         """Take up what the store says was learned. What cannot be read is learned anew."""

@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+
 from eplb_service.ids import CHUNK_SEQUENCE_BITS, ChunkId, Epoch, chunk_epoch, chunk_id
 from eplb_service.rollout.events import NO_CHUNK
+
+
+def drawn_sequence(unique_id: str) -> int:
+    """Where a leader's chunk ids begin, from an id that no other leader has: 1 + 65536 x 16 bits of it.
+
+    Each leader has 65,536 ids before it comes to where another one may begin.
+    """
+    return 1 + (int.from_bytes(hashlib.blake2b(unique_id.encode(), digest_size=2).digest(), "little") << 16)
 
 
 class ChunkIds:
@@ -16,7 +26,7 @@ class ChunkIds:
     give it away to the other.
     """
 
-    def __init__(self, epoch: Epoch, first_sequence: int = 1) -> None:
+    def __init__(self, epoch: Epoch, first_sequence: int) -> None:
         self.epoch = epoch
         self.last_opened = self.last_flipped = self.last_aborted = NO_CHUNK
         self.mesh_id = NO_CHUNK

@@ -61,8 +61,8 @@ from eplb_service.rollout.start import chunks_to_roll_out
 class Rollout:
     """`handle(event, now)` → effects, in the order they must run. now: monotonic clock, seconds; never goes back.
 
+    first_sequence: where chunk ids begin, drawn at random (`drawn_sequence`).
     generation_floor: highest generation that the store, or an earlier machine of this process, knows.
-    first_sequence: where chunk ids begin; draw it at random, say `1 + 65536 * randrange(65536)` (see `ChunkIds`).
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Rollout:
         epoch: Epoch,
         settings: RolloutSettings,
         *,
+        first_sequence: int,
         generation_floor: GenerationNumber = AS_LOADED,
-        first_sequence: int = 1,
     ) -> None:
         self.epoch = epoch
         self.settings = settings

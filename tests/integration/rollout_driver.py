@@ -48,7 +48,7 @@ class RolloutDriver:
         by_rank = self.agent.registrations
         first = next(iter(by_rank.values()))
         self.group = Group.of(tuple(by_rank[rank] for rank in first.group_rank_ids))
-        self.machine = Rollout(self.epoch, SETTINGS)
+        self.machine = Rollout(self.epoch, SETTINGS, first_sequence=1)
         self._feed(GroupReady(self.group))
 
     @property

@@ -16,8 +16,9 @@ import pytest
 from eplb_service.app import Service
 from eplb_service.attach import Attach
 from eplb_service.config import ServeConfig, load_config
+from eplb_service.control import Stage
 from eplb_service.errors import InvalidInputError, StoreUnavailableError
-from eplb_service.ids import DeploymentId, Phase
+from eplb_service.ids import DeploymentId, Phase, chunk_epoch
 from eplb_service.pb.v1 import admin_pb2, agent_pb2, placement_pb2
 from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
@@ -437,6 +438,23 @@ def test_store_that_lost_its_data_is_led_with_a_higher_epoch_and_no_number_is_us
             assert max(fleet.live_generations) == 2
             again = await fleet.placement.GetPlacement(placement_pb2.GetPlacementRequest(deployment="chat", generation=1))
             assert again.placement == first.placement
+
+    run(scenario())
+
+
+def test_two_leaders_that_got_the_same_epoch_from_a_store_that_lost_its_data_share_no_chunk_id() -> None:
+    async def chunk_ids() -> set[int]:
+        async with planner() as (_, address), Fleet(address) as fleet:
+            await reach(fleet, "ready")
+            fleet.report(fleet.skewed())
+            fleet.report(fleet.skewed())
+            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            return {message.chunk_id for message in fleet.got if isinstance(message, Stage)}
+
+    async def scenario() -> None:
+        first, second = await chunk_ids(), await chunk_ids()
+        assert {chunk_epoch(chunk) for chunk in first | second} == {1}
+        assert not first & second
 
     run(scenario())
 

@@ -148,7 +148,7 @@ class Script:
     """Drives a machine and keeps what it said."""
 
     def __init__(self, machine: Rollout | None = None, ready: Group | None = None) -> None:
-        self.machine = machine or Rollout(EPOCH, SETTINGS)
+        self.machine = machine or Rollout(EPOCH, SETTINGS, first_sequence=1)
         self.group = ready or group()
         self.now = 0.0
         self.last: tuple[Effect, ...] = ()
@@ -243,7 +243,7 @@ def of(effects: Sequence[Effect], kind: type[AnyEffect]) -> list[AnyEffect]:
 
 
 def idle(settings: RolloutSettings = SETTINGS) -> Script:
-    script = Script(Rollout(EPOCH, settings))
+    script = Script(Rollout(EPOCH, settings, first_sequence=1))
     script.hear(*script.lives())
     script.expect(RolloutState.IDLE)
     return script
@@ -414,7 +414,7 @@ def outcome_of(script: Script, target: Generation) -> tuple[Outcome, str]:
 
 def test_a_new_leader_continues_an_unfinished_generation_with_the_remaining_layers() -> None:
     half = as_loaded(placement()).with_rows({LAYERS[0]: np.array((0, 1, 2, 0, 1, 1))}, GenerationNumber(3))
-    script = Script(Rollout(Epoch(6), SETTINGS))
+    script = Script(Rollout(Epoch(6), SETTINGS, first_sequence=1))
     seen = {"epoch": Epoch(6), "epoch_seen": Epoch(6), "generation_seen": GenerationNumber(3)}
     script.hear(*script.lives(half, **seen))
     (persist,) = of(script.do(Start(generation(3, TWO_LAYERS))), Persist)
