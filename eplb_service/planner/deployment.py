@@ -117,6 +117,10 @@ class Deployment:
             self.context.health.on_back.remove(self.plan_wanted.set)
         await self.leading.stop(timeout_s)
 
+    async def check(self) -> None:
+        """Whether the store's documents can be read (`Led`)."""
+        await self.ledger.load()
+
     async def begin(self, leadership: Leadership) -> None:
         """The lead was taken (`Led`)."""
         await self.ledger.load()

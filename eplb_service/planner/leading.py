@@ -15,11 +15,16 @@ from eplb_service.store.base import Leadership, Store
 RETRY_S = 0.5
 FAULT_PAUSE_S = 1.0
 FAULT_PAUSE_MAX_S = 60.0
-"""A lead that cannot begin (a damaged document in the store) is tried again more and more rarely: each try takes an epoch."""
+"""A lead that cannot begin is tried again more and more rarely. What shows without the lead (a damaged document in the store)
+is looked at before it is taken: each lead takes an epoch."""
 
 
 class Led(Protocol):
     """What leads."""
+
+    async def check(self) -> None:
+        """Whether the lead could begin, as far as that shows without it. Raises what `begin` would."""
+        ...
 
     async def begin(self, leadership: Leadership) -> None:
         """The lead was taken: load what the store knows and start."""
@@ -91,6 +96,7 @@ class Leading:
     async def _run(self) -> None:
         pause_s = RETRY_S
         while True:
+            await self._until_it_could_begin()
             self._leadership = await self._take()
             self._lost = asyncio.get_running_loop().create_future()
             self.epoch, self.why_not = self._leadership.epoch, ""
@@ -117,6 +123,26 @@ class Leading:
     async def _end(self, reason: str) -> None:
         self.epoch, self.why_not = Epoch(0), reason
         await self._led.end(reason)
+
+    async def _until_it_could_begin(self) -> None:
+        """Wait, without the lead and its epoch, for as long as what the store holds speaks against it."""
+        pause_s, said = RETRY_S, ""
+        while True:
+            try:
+                await self._led.check()
+            except EnvironmentFault as error:
+                self._on_health(str(error))
+                self.why_not, pause_s = str(error), RETRY_S
+            except EplbError as error:
+                self._on_health("")
+                self.why_not, pause_s = str(error), min(FAULT_PAUSE_MAX_S, 2 * pause_s)
+                if self.why_not != said:
+                    self._log.error("lead.not_possible", reason=self.why_not)
+            else:
+                self._on_health("")
+                return
+            said = self.why_not
+            await asyncio.sleep(pause_s)
 
     async def _take(self) -> Leadership:
         """Ask until the lead is ours. The write id stays while an answer may have been lost."""

@@ -6,9 +6,11 @@ away. Numbers survive in memory too: a store that lost its data gets no number t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from eplb_service.errors import ConflictError, EplbError, InvalidInputError, NotFoundError
+from eplb_service.errors import BrokenInvariantError, ConflictError, EplbError, InvalidInputError, NotFoundError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.generation_codec import (
     decode_generation,
@@ -32,6 +34,8 @@ LIST_MAX = 1000
 JUMP_MAX = 256
 COMMITS_MEAN = 8
 """Generations whose rollouts tell how long the next one takes."""
+
+T = TypeVar("T")
 
 UNFINISHED = frozenset({GenerationState.PUBLISHED, GenerationState.ROLLING_OUT})
 
@@ -103,9 +107,9 @@ class Ledger:
         if documents.SETTINGS in found:
             self.settings = documents.decode(Settings, found[documents.SETTINGS].value, documents.SETTINGS)
         if documents.LIVE in found:
-            self.live = decode_live_map(found[documents.LIVE].value)
+            self.live = _whole(documents.LIVE, found[documents.LIVE].value, decode_live_map)
         if documents.LOADED in found:
-            self.loaded = decode_placement(found[documents.LOADED].value)
+            self.loaded = _whole(documents.LOADED, found[documents.LOADED].value, decode_placement)
         if documents.REQUESTS in found:
             self._request_names = documents.decode_requests(found[documents.REQUESTS].value)
         if documents.PREVIOUS in found:
@@ -113,8 +117,8 @@ class Ledger:
         if documents.ADVISED in found:
             self.advised = found[documents.ADVISED].value
         self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
-        for _, document in listed:
-            self.keep(decode_generation(document.value))
+        for name, document in listed:
+            self.keep(_whole(name, document.value, decode_generation))
 
     def keep(self, generation: Generation) -> None:
         """Remember a generation, or what became of it."""
@@ -229,6 +233,17 @@ class Ledger:
     def rollout_puts(self, document: RolloutDocument) -> dict[str, bytes]:
         """To store which rollout was begun, or how it ended."""
         return {documents.ROLLOUT: documents.encode(document)}
+
+
+def _whole(name: str, data: bytes, decode: Callable[[bytes], T]) -> T:
+    """A document that is not done without. Raises BrokenInvariantError naming it and what to do."""
+    try:
+        return decode(data)
+    except EplbError as error:
+        raise BrokenInvariantError(
+            f"document {name!r} in the store is damaged ({error}): restore it, or remove it from the store and lose what it"
+            " says; until then nothing is planned and ranks serve what they route by"
+        ) from None
 
 
 def _previous(data: bytes) -> Previous | None:

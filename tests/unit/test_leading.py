@@ -14,22 +14,32 @@ from eplb_service.store.memory import MemoryStore
 
 
 class Led:
-    """Something that cannot begin: a document of it is damaged. It begins once `repaired`."""
+    """Something that cannot begin: a document of it is damaged. It begins once `repaired`.
 
-    def __init__(self) -> None:
-        self.begins = 0
+    shows: whether that can be seen without the lead.
+    """
+
+    def __init__(self, *, shows: bool = False) -> None:
+        self.begins = self.checks = 0
         self.repaired_after = 10**9
+        self._shows = shows
+
+    async def check(self) -> None:
+        self.checks += 1
+        if self._shows and self.checks <= self.repaired_after:
+            raise BrokenInvariantError("stored live map is damaged")
 
     async def begin(self, leadership: Leadership) -> None:
         self.begins += 1
-        if self.begins <= self.repaired_after:
+        if not self._shows and self.begins <= self.repaired_after:
             raise BrokenInvariantError("stored live map is damaged")
 
     async def end(self, reason: str) -> None: ...
 
 
-def test_a_damaged_document_is_tried_again_more_and_more_rarely_since_each_try_takes_an_epoch(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("shows", [False, True])
+def test_a_damaged_document_is_tried_again_more_and_more_rarely_and_takes_no_epoch_where_it_shows_before(
+    monkeypatch: pytest.MonkeyPatch, shows: bool
 ) -> None:
     async def scenario() -> None:
         pauses: list[float] = []
@@ -43,10 +53,10 @@ def test_a_damaged_document_is_tried_again_more_and_more_rarely_since_each_try_t
             await sleep(0)
 
         monkeypatch.setattr("eplb_service.planner.leading.asyncio.sleep", paused)
-        led = Led()
+        led, store = Led(shows=shows), MemoryStore(lambda: 0.0)
         lead = Leading(
             DeploymentId("chat"),
-            MemoryStore(lambda: 0.0),
+            store,
             led,
             owner="me",
             lease_s=10.0,
@@ -59,10 +69,13 @@ def test_a_damaged_document_is_tried_again_more_and_more_rarely_since_each_try_t
         assert pauses[:4] == [2 * RETRY_S, 4 * RETRY_S, 8 * RETRY_S, 16 * RETRY_S]
         assert max(pauses) == FAULT_PAUSE_MAX_S
         assert "damaged" in lead.why_not
+        assert store._states[DeploymentId("chat")].fence.epoch == led.begins if not shows else not store._states
+        assert (led.begins > 0) is not shows
         led.repaired_after = 0
         async with asyncio.timeout(10):
             while not lead.epoch or lead.why_not:
                 await sleep(0)
+        assert led.begins == 1 or not shows
         await lead.stop(1.0)
 
     asyncio.run(scenario())
