@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
 from agent.transfer.checksum import WORD_BYTES, checksum
-from agent.transfer.staging import ExpertLayout
+from agent.transfer.staging import ExpertLayout, is_broadcast_over_slots
 from eplb_service.control import LayerInfo, ModelInfo
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef
@@ -36,6 +37,19 @@ def manifest_digest(model: EngineModel, tensors: Tensors) -> str:
         for info in model.layers
     ]
     return hashlib.blake2b(json.dumps(layers, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+
+
+def settled(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
+    """The tensors of a layer with the kind that they really have.
+
+    One that is the same memory for all slots (stride 0) belongs to no expert: it is SHARED, and its one entry is compared.
+    """
+    return {
+        name: replace(tensor, data=tensor.data[0], kind=TensorKind.SHARED)
+        if tensor.kind is TensorKind.EXPERT and is_broadcast_over_slots(tensor.data)
+        else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _slot_shape(tensor: SlotTensor) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import torch
 from agent.engine.port import EngineDescription, EnginePort, RoutingTables, SlotTensor, TensorKind
 from agent.hook import rendezvous
 from agent.hook.config import HookConfig
-from agent.hook.manifest import check_initial_row, check_layer, model_infos, shared_facts
+from agent.hook.manifest import check_initial_row, check_layer, model_infos, settled, shared_facts
 from agent.hook.routing import LayerTables, check_loaded, loaded_shares
 from agent.hook.stage_check import LayerShape, RankShape
 from agent.transfer.gloo import GlooGroup, Store, first_line, prefixed
@@ -58,7 +58,7 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
     infos = {LayerRef(model.name, info.layer_id): info for model in description.models for info in model.layers}
     _check_description(description, infos.keys())
     num_ranks = len(description.group_rank_ids)
-    tensors = {layer: dict(port.slot_tensors(layer)) for layer in infos}
+    tensors = {layer: settled(port.slot_tensors(layer)) for layer in infos}
     tables = {layer: port.routing_tables(layer) for layer in infos}
     rows = {
         LayerRef(model.name, layer_id): np.asarray(row, dtype=np.int32)

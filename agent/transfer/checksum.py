@@ -1,8 +1,9 @@
 """A checksum of one expert's bytes that any device computes the same: where the bytes sit counts, rounding does not.
 
-The packed bytes are read as 64-bit words; word i is multiplied by an odd weight that depends on i, and all are added modulo
-2^64. An odd weight is invertible, so a change of a single word, or the exchange of two different words, always shows. Integer
-sums do not depend on the order of addition: a CUDA reduction gives what a CPU gives.
+The packed bytes are read as 64-bit words; word i is combined with a key that depends on i and mixed, and all are added modulo
+2^64. The mixing is invertible, so a change of a single word always shows; what else changes shows as a random number would
+(a weighted sum would not see words exchanged that differ in their highest bit alone: the sign of a bf16). Integer sums do not
+depend on the order of addition: a CUDA reduction gives what a CPU gives.
 """
 
 from __future__ import annotations
@@ -16,15 +17,20 @@ from agent.transfer.staging import ExpertLayout
 
 WORD_BYTES = 8
 _STEP = -7046029254386353131  # 2^64 / golden ratio, as a signed 64-bit number (Knuth's multiplicative hashing)
+_MIX = -4417276706812531889  # an odd multiplier without structure (xxHash's second prime), signed
 _CHUNK_WORDS = 1 << 20
 
 
-def weights(start: int, count: int, device: torch.device) -> torch.Tensor:
-    """Odd weights of the words [start, start + count). Shape (count,), int64."""
-    index = torch.arange(start + 1, start + count + 1, dtype=torch.int64, device=device)
-    mixed = index * _STEP
-    mixed = mixed ^ (mixed >> 29)
-    return (mixed * _STEP) | 1
+def _fold(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """XOR in place with itself shifted right, zeros coming in: invertible, as is multiplying by an odd number."""
+    return words.bitwise_xor_((words >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+
+
+def mixed(words: torch.Tensor, start: int) -> torch.Tensor:
+    """The words [start, …) of something, each mixed with its position. Shape (n,), int64."""
+    index = torch.arange(start + 1, start + words.numel() + 1, dtype=torch.int64, device=words.device)
+    keyed = index.mul_(_STEP).bitwise_xor_(words)
+    return _fold(_fold(keyed.mul_(_MIX), 32).mul_(_STEP), 29)
 
 
 def checksum(packed: torch.Tensor) -> torch.Tensor:
@@ -32,14 +38,15 @@ def checksum(packed: torch.Tensor) -> torch.Tensor:
 
     packed: shape (n,), uint8, n a multiple of 8. Returns shape (), int64.
 
-    >>> int(checksum(torch.zeros(16, dtype=torch.uint8)))
-    0
+    >>> a, b = torch.tensor([1, 2]), torch.tensor([2, 1])
+    >>> int(checksum(a.view(torch.uint8))) == int(checksum(b.view(torch.uint8)))
+    False
     """
     words = packed.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=packed.device)
     for start in range(0, words.numel(), _CHUNK_WORDS):
         part = words[start : start + _CHUNK_WORDS]
-        total += (part * weights(start, part.numel(), packed.device)).sum()
+        total += mixed(part, start).sum()
     return total
 
 

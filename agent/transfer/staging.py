@@ -1,8 +1,10 @@
 """Where experts wait before a flip: one buffer, allocated once, and the packing of an expert's tensors into bytes.
 
 An expert is packed as its EXPERT tensors in manifest order, each at a multiple of ALIGN_BYTES, zero-filled to a multiple of
-that, empty tensors left out. One packed expert is one region of staging, one message between ranks, and what a checksum
-covers: no tensor of an expert can be left behind (sglang#17158), and each layer has its own layout (vllm-ascend#11120).
+that, empty tensors left out. Bytes are moved as they are: a tensor is read as integers of its width, so that no type needs
+arithmetic (fp8, packed int4), and a broadcast axis (stride 0) is stored once. One packed expert is one region of staging, one
+message between ranks, and what a checksum covers: no tensor of an expert can be left behind (sglang#17158), and each layer
+has its own layout (vllm-ascend#11120).
 """
 
 from __future__ import annotations
@@ -21,13 +23,43 @@ ALIGN_BYTES = 16
 REGION_ALIGN_BYTES = 256
 
 
+_RAW_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
 def _align(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
+def stored(data: torch.Tensor) -> torch.Tensor:
+    """What of a slot tensor is memory: every broadcast axis after that of the slots has one entry, values are raw integers.
+
+    >>> stored(torch.ones(2, 1).expand(2, 3)).shape
+    torch.Size([2, 1])
+    """
+    for axis in range(1, data.dim()):
+        if data.stride(axis) == 0 and data.shape[axis] > 1:
+            data = data.narrow(axis, 0, 1)
+    return data.detach().view(_RAW_DTYPES[data.element_size()])
+
+
+def is_broadcast_over_slots(data: torch.Tensor) -> bool:
+    """Whether all slots are one and the same memory."""
+    return data.dim() > 0 and data.shape[0] > 1 and data.stride(0) == 0 and data.numel() > 0
+
+
+def _overlaps(data: torch.Tensor) -> bool:
+    """Whether entries may share memory: sorted by stride, an axis must step over all that the axes before it span."""
+    span = 1
+    for stride, size in sorted((data.stride(axis), data.shape[axis]) for axis in range(data.dim()) if data.shape[axis] > 1):
+        if stride < span:
+            return True
+        span = stride * (size - 1) + span
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """Where one tensor of an expert lies in its packed bytes. shape: of one slot."""
+    """Where one tensor of an expert lies in its packed bytes. dtype, shape: of one slot as it is `stored`."""
 
     name: str
     offset: int
@@ -46,11 +78,22 @@ class ExpertLayout:
 
     @classmethod
     def of(cls, layer: LayerRef, tensors: Mapping[str, SlotTensor]) -> ExpertLayout:
-        """The layout for a layer's slot tensors. Raises InvalidInputError when they disagree about the number of slots."""
+        """The layout for a layer's slot tensors.
+
+        Raises InvalidInputError when they disagree about the number of slots, or when writing one slot would write others.
+        """
         packed, offset, expert_bytes = [], 0, 0
         mine = {
-            name: tensor.data for name, tensor in tensors.items() if tensor.kind is TensorKind.EXPERT and tensor.data.numel()
+            name: stored(tensor.data)
+            for name, tensor in tensors.items()
+            if tensor.kind is TensorKind.EXPERT and tensor.data.numel()
         }
+        for name, data in sorted(mine.items()):
+            if _overlaps(data):
+                raise InvalidInputError(
+                    f"layer {layer}: entries of {name} share memory (shape {tuple(data.shape)}, strides {data.stride()}):"
+                    " writing one expert would write others; declare it SHARED if it is one for all slots"
+                )
         slots = {data.shape[0] for data in mine.values() if data.dim()}
         if len(slots) > 1:
             raise InvalidInputError(f"layer {layer}: expert tensors disagree about the number of slots: {sorted(slots)}")
@@ -69,12 +112,12 @@ class ExpertLayout:
         """Copy one slot's tensors into packed bytes on the same device; strided and offset views are read as they are."""
         region.zero_()  # padding is part of the checksum
         for tensor in self.tensors:
-            self.view(region, tensor).copy_(tensors[tensor.name].data[slot])
+            self.view(region, tensor).copy_(stored(tensors[tensor.name].data)[slot])
 
     def unpack(self, region: torch.Tensor, tensors: Mapping[str, SlotTensor], slot: int) -> None:
         """Copy packed bytes into one slot's tensors, in place."""
         for tensor in self.tensors:
-            tensors[tensor.name].data[slot].copy_(self.view(region, tensor), non_blocking=True)
+            stored(tensors[tensor.name].data)[slot].copy_(self.view(region, tensor), non_blocking=True)
 
 
 class Staging:
@@ -112,7 +155,7 @@ class Staging:
             )
         span = slice(self._used, self._used + layout.num_bytes)
         self._used = _align(span.stop, REGION_ALIGN_BYTES)
-        return Region(self._buffer[span], self._host[span])
+        return Region(self._buffer[span], self._host[span], span.start)
 
     def clear(self) -> None:
         """Take all regions back; nothing may write to them or read from them any more."""
@@ -121,7 +164,11 @@ class Staging:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Room for one packed expert: on the weights' device, and the same bytes on the host (one and the same on a CPU)."""
+    """Room for one packed expert: on the weights' device, and the same bytes on the host (one and the same on a CPU).
+
+    offset: of its first byte in the buffer.
+    """
 
     device: torch.Tensor
     host: torch.Tensor
+    offset: int

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from agent.engine.port import RoutingTables, SlotTensor, TensorKind
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip, flip
-from agent.transfer.checksum import checksum, slot_checksums, weights
+from agent.transfer.checksum import checksum, mixed, slot_checksums
 from agent.transfer.staging import ALIGN_BYTES, REGION_ALIGN_BYTES, ExpertLayout, Staging
 from agent.transfer.streams import DeviceEvent, EventPair, HostStreams
 from eplb_service.errors import DeadlineError, InvalidInputError
@@ -32,8 +32,15 @@ def packed(values: Sequence[int]) -> torch.Tensor:
 
 
 def slow_checksum(words: Sequence[int]) -> int:
-    total = sum(word * weight for word, weight in zip(words, weights(0, len(words), torch.device("cpu")).tolist(), strict=True))
-    return int((total + (1 << 63)) % (1 << 64) - (1 << 63))
+    """In whole numbers of any size, a word at a time."""
+    most, total = (1 << 64) - 1, 0
+    for index, word in enumerate(words, start=1):
+        value = ((index * 0x9E3779B97F4A7C15) ^ word) & most
+        value = value * 0xC2B2AE3D27D4EB4F & most
+        value ^= value >> 32
+        value = value * 0x9E3779B97F4A7C15 & most
+        total += value ^ (value >> 29)
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 words_of_64_bits = st.integers(-(1 << 63), (1 << 63) - 1)
@@ -41,7 +48,7 @@ words_of_64_bits = st.integers(-(1 << 63), (1 << 63) - 1)
 
 @settings(deadline=None)
 @given(st.lists(words_of_64_bits, max_size=20))
-def test_the_checksum_is_the_weighted_sum_modulo_two_to_the_64(words: list[int]) -> None:
+def test_the_checksum_is_a_sum_of_mixed_words_modulo_two_to_the_64(words: list[int]) -> None:
     assert int(checksum(packed(words))) == slow_checksum(words)
 
 
@@ -61,10 +68,21 @@ def test_the_same_words_in_another_order_have_another_checksum(words: list[int])
     assert int(checksum(packed(words[::-1]))) != int(checksum(packed(words)))
 
 
-def test_long_inputs_are_summed_in_parts_with_the_weights_of_their_positions() -> None:
+def test_exchanged_words_that_differ_in_one_bit_show_whichever_bit_it_is() -> None:
+    """A sum of words times odd weights would not see those of the highest bit: the sign of every fourth bf16."""
+    for bit in range(64):
+        for place in (1, 2, 3, 7, 20, 39):
+            words = torch.zeros(40, dtype=torch.int64)
+            words[0] = (1 << bit) - (1 << 64 if bit == 63 else 0)
+            first = int(checksum(words.view(torch.uint8)))
+            words[[0, place]] = words[[place, 0]]
+            assert int(checksum(words.view(torch.uint8))) != first, (bit, place)
+
+
+def test_long_inputs_are_summed_in_parts_by_the_positions_of_their_words() -> None:
     words = torch.arange((1 << 20) + 5, dtype=torch.int64)
-    expected = (words * weights(0, words.numel(), torch.device("cpu"))).sum()
-    assert int(checksum(words.view(torch.uint8))) == int(expected)
+    assert int(checksum(words.view(torch.uint8))) == int(mixed(words, 0).sum())
+    assert mixed(words, 7)[3:].equal(mixed(words[3:], 10))
 
 
 # ── packing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,171 @@
+"""Ranks as threads of one process, each with a mixed model, staging and transports: what transports are tested with."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agent.hook.manifest import settled
+from agent.transfer.checksum import slot_checksums
+from agent.transfer.chunk_transfer import ChunkTransfer
+from agent.transfer.gloo import Store, local_store
+from agent.transfer.gloo_peer import GlooPeer, SendRing
+from agent.transfer.local_copy import LocalCopy
+from agent.transfer.mesh import GlooMesh
+from agent.transfer.staging import ExpertLayout, Staging
+from agent.transfer.streams import HostStreams, Streams
+from agent.transfer.transport import LocalRank, StagedCopy, Transport
+from eplb_service.control import Address, Copy, LinkBytes, Stage
+from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, LayerRef, RankId
+from tests.mixed_experts import LAYERS, slot_tensors, wrong
+
+SLOTS = 2
+RANK_IDS = (RankId(10), RankId(20), RankId(30))
+NODES = ("a", "a", "b")
+STAGING_EXPERTS = 12
+WAIT_S = 10.0
+
+_mesh_ids = itertools.count(1)
+
+
+@dataclass
+class Rank:
+    """One rank. experts: what its slots hold, by layer."""
+
+    rank: LocalRank
+    staging: Staging
+    transfer: ChunkTransfer
+    experts: dict[LayerRef, list[int]]
+    meshes: list[GlooMesh]
+
+    @classmethod
+    def make(cls, position: int, transports: TransportsOf, streams: Streams | None = None) -> Rank:
+        """Rank of this column; expert e of each layer is in slot e % SLOTS of column e // SLOTS."""
+        streams = streams or HostStreams()
+        experts = {layer: [position * SLOTS + slot for slot in range(SLOTS)] for layer in LAYERS}
+        tensors = {layer: settled(slot_tensors(layer, experts[layer])) for layer in LAYERS}
+        layouts = {layer: ExpertLayout.of(layer, tensors[layer]) for layer in LAYERS}
+        size = sum(layouts[layer].expert_bytes for layer in LAYERS) * STAGING_EXPERTS
+        staging = Staging(size, layouts, torch.device("cpu"), streams)
+        scratch = torch.zeros(max(layout.num_bytes for layout in layouts.values()), dtype=torch.uint8)
+        rank = LocalRank(
+            rank_id=RANK_IDS[position],
+            group_rank_ids=RANK_IDS,
+            nodes=NODES,
+            tensors=tensors,
+            layouts=layouts,
+            checksums={layer: slot_checksums(layouts[layer], tensors[layer], SLOTS, scratch) for layer in LAYERS},
+        )
+        made = transports(rank, staging, streams)
+        return cls(rank, staging, ChunkTransfer(rank, staging, made, streams, time.monotonic), experts, [])
+
+    def wrong(self, staged: Sequence[StagedCopy]) -> list[str]:
+        """What lies in staging and is not the expert that the copy names."""
+        found = []
+        for entry in staged:
+            layer, layout = entry.copy.layer, self.rank.layouts[entry.copy.layer]
+            fresh = settled(slot_tensors(layer, [-1] * SLOTS))
+            layout.unpack(entry.region.device, fresh, 0)
+            found += [f"{entry.copy}: {name}" for name in wrong(layer, fresh, 0, entry.copy.expert)]
+        return found
+
+
+TransportsOf = Callable[[LocalRank, Staging, Streams], Sequence[Transport]]
+
+
+def gloo_transports(rank: LocalRank, staging: Staging, streams: Streams) -> Sequence[Transport]:
+    """What every rank has."""
+    return LocalCopy(rank), GlooPeer(rank, SendRing.allocate(rank.layouts, torch.device("cpu"), streams), streams)
+
+
+@dataclass
+class Group:
+    """All ranks, a store between them, and a thread for each."""
+
+    ranks: list[Rank]
+    store: Store
+    pool: ThreadPoolExecutor
+
+    @classmethod
+    def make(cls, transports: Sequence[TransportsOf]) -> Group:
+        """transports: of each rank."""
+        return cls([Rank.make(column, made) for column, made in enumerate(transports)], local_store(), ThreadPoolExecutor(8))
+
+    def connect(self) -> list[GlooMesh]:
+        """New connections, of all ranks."""
+        mesh_id = ChunkId(next(_mesh_ids))
+        meshes = [GlooMesh(self.store, mesh_id, column, len(self.ranks)) for column in range(len(self.ranks))]
+        for done in [self.pool.submit(mesh.connect, WAIT_S) for mesh in meshes]:
+            done.result(WAIT_S)
+        for rank, mesh in zip(self.ranks, meshes, strict=True):
+            rank.meshes.append(mesh)
+        return meshes
+
+    def begin(
+        self,
+        copies: Sequence[Copy],
+        meshes: Sequence[GlooMesh],
+        *,
+        timeout_s: float = WAIT_S,
+        only: Sequence[int] | None = None,
+    ) -> Mapping[int, Future[tuple[list[StagedCopy], LinkBytes]]]:
+        """Let ranks (all) stage these copies."""
+        deadline = time.monotonic() + timeout_s
+        columns = range(len(self.ranks)) if only is None else only
+
+        def run(column: int) -> tuple[list[StagedCopy], LinkBytes]:
+            rank = self.ranks[column]
+            rank.staging.clear()
+            try:
+                return rank.transfer.run(stage(copies), meshes[column], deadline)
+            except BaseException:
+                meshes[column].abandon()
+                rank.transfer.quiesce()
+                raise
+
+        return {column: self.pool.submit(run, column) for column in columns}
+
+    def stage(self, copies: Sequence[Copy], meshes: Sequence[GlooMesh]) -> list[LinkBytes]:
+        """Stage them on all ranks; everything must arrive, and be right. Returns what each received."""
+        received = []
+        for column, done in self.begin(copies, meshes).items():
+            staged, links = done.result(2 * WAIT_S)
+            received.append(links)
+            assert {entry.index for entry in staged} == {
+                index for index, copy in enumerate(copies) if copy.target_rank == RANK_IDS[column]
+            }
+            assert self.ranks[column].wrong(staged) == []
+        return received
+
+    def close(self) -> None:
+        """End everything."""
+        for rank in self.ranks:
+            for mesh in rank.meshes:
+                mesh.abandon()
+        self.pool.shutdown(wait=True)
+
+
+def stage(copies: Sequence[Copy]) -> Stage:
+    """A Stage of which only the copies count here."""
+    values: dict[str, Any] = {"chunk_id": ChunkId(1), "generation": GenerationNumber(1), "mesh_id": ChunkId(1)}
+    address = Address(RANK_IDS[0], Incarnation(1), GroupId(1))
+    return Stage(to=address, weights_version=0, layers=(), copies=tuple(copies), stage_timeout_s=9, arm_ttl_s=9, **values)
+
+
+def copy(layer: LayerRef, source: tuple[int, int], target: tuple[int, int], *, relay_of: int = -1, expert: int = -1) -> Copy:
+    """From (column, slot) to (column, slot); of a relay, its expert must be said."""
+    return Copy(
+        layer=layer,
+        expert=source[0] * SLOTS + source[1] if expert < 0 else expert,
+        source_rank=RANK_IDS[source[0]],
+        source_slot=source[1],
+        target_rank=RANK_IDS[target[0]],
+        target_slot=target[1],
+        relay_of=relay_of,
+    )
