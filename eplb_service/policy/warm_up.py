@@ -50,6 +50,20 @@ def tiny_problem() -> PlanningProblem:
     )
 
 
+def uneven_problem() -> PlanningProblem:
+    """One layer of twelve experts on three ranks, far from balance: certificates have something to prove, groups to pack."""
+    ranks = tuple(RankId(rank) for rank in range(3))
+    current = Table.linear(model="warm-up", layer_ids=(0,), num_logical=12, rank_ids=ranks, slots_per_rank=5)
+    return PlanningProblem(
+        loads=np.arange(1.0, 13.0).reshape(1, 1, 12) ** 2,
+        topology=Topology.regular(num_ranks=3),
+        current=current,
+        certify=True,
+        work_budget=100,
+        time_limit_s=COMPILE_LIMIT_S,
+    )
+
+
 def tiny_pairs() -> npt.NDArray[np.float64]:
     """Pairs of the tiny problem's tokens, shape (2, 3, 3)."""
     pairs = np.zeros((2, 3, 3))
@@ -71,7 +85,7 @@ def run_policy(policy: Policy, problem: PlanningProblem) -> RawPlan:
 
 
 def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None:
-    """Run a policy once and check its answer; then under nearest dispatch, with a barred rank and with soft groups.
+    """Run a policy once and check its answer; then under nearest dispatch, with a barred rank, and with soft and strict groups.
 
     A policy that cannot do the latter is not refused for it: who asks for them will be told. together: with known pairs of
     experts too, which compiles what only they need. Raises PolicyFailedError when the first answer is unusable, or what the
@@ -87,6 +101,8 @@ def warm_up_policy(policy: Policy, name: str, *, together: bool = False) -> None
             topology=Topology.regular(num_ranks=2, num_nodes=2),
             constraints=Constraints(num_groups=3, group_price=SOFT_PRICE),
         ),
+        uneven_problem(),
+        replace(uneven_problem(), constraints=Constraints(num_groups=3)),
     ]
     if together:
         apart = Topology.regular(num_ranks=2, num_nodes=2)

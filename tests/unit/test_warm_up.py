@@ -13,7 +13,7 @@ import numpy as np
 from eplb_service.dispatch import Dispatch
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
-from eplb_service.policy.base import Constraints, PlanningProblem
+from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, Resilience
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.topology import Topology
@@ -40,13 +40,35 @@ def compiled_late() -> dict[str, int]:
     warm = compiled_versions()
     ranks = tuple(RankId(rank) for rank in range(4))
     current = Table.linear(model="m", layer_ids=(0, 3), num_logical=32, rank_ids=ranks, slots_per_rank=9)
+    larger = Table.linear(model="m", layer_ids=(0, 3), num_logical=32, rank_ids=ranks, slots_per_rank=14)
     loads = np.random.default_rng(0).gamma(1.0, 100.0, (6, 2, 32)).round()
     plain = PlanningProblem(
-        loads=loads, topology=Topology.regular(num_ranks=4, num_nodes=2), current=current, work_budget=20_000, front=True
+        loads=loads, topology=Topology.regular(num_ranks=4, num_nodes=2), current=current, work_budget=5_000
     )
     sources = np.repeat(loads.sum(axis=0)[:, None, :] / 4, 4, axis=1)
-    problems = [plain, replace(plain, constraints=Constraints(max_moves=5))]
-    problems += [replace(plain, dispatch=Dispatch.NEAREST), replace(plain, dispatch=Dispatch.NEAREST, source_loads=sources)]
+    there = frozenset({ExpertOnRank(2, 3)})
+    constraints = [
+        Constraints(max_moves=5),
+        Constraints(max_moves_per_rank=1),
+        Constraints(num_groups=4),
+        Constraints(num_groups=4, group_price=20.0),
+        Constraints(num_groups=4, fill_slots=True),
+        Constraints(fill_slots=True),
+        Constraints(pinned=there),
+        Constraints(barred=there),
+        Constraints(unusable_slots=frozenset({(0, 1)})),
+        Constraints(resilience=Resilience(hot_share=0.1)),
+        Constraints(max_replicas=2),
+        Constraints(distinct_ranks=False),
+    ]
+    topology = plain.topology
+    problems = [plain, replace(plain, front=True), replace(plain, certify=True), replace(plain, from_nothing=True)]
+    problems += [replace(plain, dispatch=dispatch) for dispatch in Dispatch]
+    problems += [replace(plain, dispatch=Dispatch.NEAREST, source_loads=sources)]
+    problems += [replace(plain, constraints=constraint) for constraint in constraints]
+    problems += [replace(plain, topology=replace(topology, capacity=(1.0, 2.0, 1.0, 1.0)))]
+    problems += [replace(plain, topology=replace(topology, base_load=(0.1, 0.2, 0.0, 0.0)))]
+    problems += [replace(plain, current=larger, topology=replace(topology, dead=frozenset({RankId(3)})))]
     for problem in problems:
         for given in (problem, pickle.loads(pickle.dumps(problem))):  # as the solver's process gets it
             for policy in policies.values():
