@@ -16,7 +16,7 @@ import torch
 from agent.transfer.gloo import Work
 from agent.transfer.staging import ExpertLayout
 from agent.transfer.streams import Streams
-from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_tag
+from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_of, word_tag
 from eplb_service.control import Copy
 from eplb_service.ids import LayerRef
 
@@ -89,7 +89,7 @@ class GlooPeer:
             if not _is_same(host, packed):
                 host.copy_(packed, non_blocking=True)
         self._streams.record().wait_host()  # the bytes are in host memory before they leave
-        to, word = self._rank.column(copy.target_rank), torch.tensor([held.checksum], dtype=torch.int64)
+        to, word = self._rank.column(copy.target_rank), word_of(held)
         works = transit.mesh.send(host, to, data_tag(index)), transit.mesh.send(word, to, word_tag(index))
         self._ring.under_way.append(_Leaving(copy, works, (host, word)))
 
@@ -98,7 +98,8 @@ class GlooPeer:
         data, word = self._awaited.pop(arrival.index)
         copy, region = arrival.copy, arrival.region
         transit.wait(data, f"rank {copy.source_rank} sent no expert {copy.expert} of {copy.layer}")
-        arrival.expected, arrival.on_host = word.checksum(transit, copy), True
+        arrival.expected, _ = word.receive(transit, copy)
+        arrival.on_host = True
         if not _is_same(region.host, region.device):
             region.device.copy_(region.host, non_blocking=True)
 

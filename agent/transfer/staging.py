@@ -9,7 +9,7 @@ has its own layout (vllm-ascend#11120).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,10 +124,17 @@ class Staging:
     """The staging buffer of one rank. `take` hands out regions of the present chunk, `clear` takes all of them back.
 
     budget_bytes: bytes of experts (without padding) that fit at the same time; the buffer is larger by the padding.
+    allocate: host memory for experts on a CPU, so many bytes, zeroed; None = plain.
     """
 
     def __init__(
-        self, budget_bytes: int, layouts: Mapping[LayerRef, ExpertLayout], device: torch.device, streams: Streams
+        self,
+        budget_bytes: int,
+        layouts: Mapping[LayerRef, ExpertLayout],
+        device: torch.device,
+        streams: Streams,
+        *,
+        allocate: Callable[[int], torch.Tensor] | None = None,
     ) -> None:
         ratio = max(
             (_align(x.num_bytes, REGION_ALIGN_BYTES) / x.expert_bytes for x in layouts.values() if x.expert_bytes), default=1
@@ -136,10 +143,18 @@ class Staging:
         self._layouts = layouts
         self._used = 0
         try:
-            self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+            if device.type == "cpu" and allocate is not None:
+                self._buffer = allocate(size)
+            else:
+                self._buffer = torch.zeros(size, dtype=torch.uint8, device=device)
             self._host = streams.host_buffer(size) if device.type != "cpu" else self._buffer
         except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
             raise EnvironmentFault(f"staging of {size} bytes cannot be allocated on {device}: {error}") from error
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """All of it, on the weights' device. Shape (num_bytes,), uint8."""
+        return self._buffer
 
     @property
     def num_bytes(self) -> int:

@@ -27,6 +27,7 @@ from eplb_service.ids import LayerRef, RankId
 
 _MIN_WAIT_S = 0.001
 _DATA, _WORD = 0, 1
+_IN_SLOT = -1
 
 
 class TransferError(EnvironmentFault):
@@ -109,13 +110,21 @@ def data_tag(index: int) -> int:
 
 
 def word_tag(index: int) -> int:
-    """Message tag of what its source says of them: their checksum, shape (1,), int64."""
+    """Message tag of what its source says of them (`word_of`)."""
     return 2 * index + _WORD
+
+
+def word_of(held: Held) -> torch.Tensor:
+    """What the source of a copy says of it: its checksum, and where in the source's staging it lies; -1 = in its live slot.
+
+    Shape (2,), int64.
+    """
+    return torch.tensor([held.checksum, _IN_SLOT if held.staged is None else held.staged.region.offset], dtype=torch.int64)
 
 
 @dataclass(slots=True)
 class AwaitedWord:
-    """The word of a copy's source, on its way. It says what the checksum is, and that the bytes may be read."""
+    """The word of a copy's source, on its way. It also says that the bytes may be read."""
 
     value: torch.Tensor
     work: Work
@@ -123,13 +132,14 @@ class AwaitedWord:
     @classmethod
     def post(cls, mesh: GlooMesh, source: int, index: int) -> AwaitedWord:
         """Begin to receive it from the rank at column `source`."""
-        value = torch.zeros(1, dtype=torch.int64)
+        value = torch.zeros(2, dtype=torch.int64)
         return cls(value, mesh.receive(value, source, word_tag(index)))
 
-    def checksum(self, transit: Transit, copy: Copy) -> int:
-        """Wait for it. Raises TransferError."""
+    def receive(self, transit: Transit, copy: Copy) -> tuple[int, int]:
+        """Wait for it: checksum and place, as `word_of` has them. Raises TransferError."""
         transit.wait(self.work, f"rank {copy.source_rank} sent no expert {copy.expert} of {copy.layer}")
-        return int(self.value[0])
+        checksum, offset = self.value.tolist()
+        return checksum, offset
 
 
 class Transport(Protocol):

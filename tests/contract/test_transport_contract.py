@@ -9,15 +9,19 @@ import pytest
 from agent.transfer.mesh import GlooMesh
 from agent.transfer.transport import TransferError
 from eplb_service.control import Copy, LinkBytes, RefusalCode
-from tests.contract.transport_ranks import NODES, RANK_IDS, SLOTS, Group, copy, gloo_transports
+from tests.contract.transport_ranks import RANK_IDS, SLOTS, Group, Kind, by_gloo, by_reading, copy
 from tests.mixed_experts import BF16, FP8, INT4, LAYERS
 
-GROUPS = {"gloo": gloo_transports}
+KINDS = {
+    "gloo": Kind(by_gloo, ("a", "a", "b")),
+    "reads within a node": Kind(by_reading, ("a", "a", "a")),
+    "reads within nodes, gloo across": Kind(by_reading, ("a", "b", "b")),
+}
 
 
-@pytest.fixture(params=list(GROUPS), scope="module")
+@pytest.fixture(params=list(KINDS), scope="module")
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
-    made = Group.make([GROUPS[request.param]] * len(RANK_IDS))
+    made = Group.make(KINDS[request.param])
     yield made
     made.close()
 
@@ -121,11 +125,10 @@ def test_a_chunk_that_is_withdrawn_ends_at_once_and_leaves_staging_to_the_next_v
 
 
 def test_copies_are_counted_by_the_link_that_they_take(group: Group, good: list[GlooMesh]) -> None:
-    assert NODES == ("a", "a", "b")
+    nodes = group.ranks[0].rank.nodes
     received = group.stage([copy(BF16, (column, 0), (target, 1)) for column in range(3) for target in (0, 2)], good)
     size = group.ranks[0].rank.layouts[BF16].expert_bytes
-    assert received == [
-        LinkBytes(same_rank=size, same_node=size, cross_node=size),
-        LinkBytes(),
-        LinkBytes(same_rank=size, cross_node=2 * size),
-    ]
+    assert received[1] == LinkBytes()
+    for target in (0, 2):
+        near = sum(node == nodes[target] for node in nodes) - 1
+        assert received[target] == LinkBytes(same_rank=size, same_node=near * size, cross_node=(2 - near) * size)

@@ -6,18 +6,22 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from agent.engine.port import SlotTensor
 from agent.hook.manifest import settled
 from agent.transfer.checksum import slot_checksums
 from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, local_store
 from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
+from agent.transfer.memory_handles import SharedHostHandles, allocate_shared
 from agent.transfer.mesh import GlooMesh
+from agent.transfer.peer_memory import meet_neighbours
+from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
 from agent.transfer.streams import HostStreams, Streams
 from agent.transfer.transport import LocalRank, StagedCopy, Transport
@@ -27,7 +31,6 @@ from tests.mixed_experts import LAYERS, slot_tensors, wrong
 
 SLOTS = 2
 RANK_IDS = (RankId(10), RankId(20), RankId(30))
-NODES = ("a", "a", "b")
 STAGING_EXPERTS = 12
 WAIT_S = 10.0
 
@@ -45,24 +48,24 @@ class Rank:
     meshes: list[GlooMesh]
 
     @classmethod
-    def make(cls, position: int, transports: TransportsOf, streams: Streams | None = None) -> Rank:
+    def make(cls, position: int, kind: Kind, store: Store) -> Rank:
         """Rank of this column; expert e of each layer is in slot e % SLOTS of column e // SLOTS."""
-        streams = streams or HostStreams()
+        streams = HostStreams()
         experts = {layer: [position * SLOTS + slot for slot in range(SLOTS)] for layer in LAYERS}
-        tensors = {layer: settled(slot_tensors(layer, experts[layer])) for layer in LAYERS}
+        tensors = {layer: in_shared_memory(settled(slot_tensors(layer, experts[layer]))) for layer in LAYERS}
         layouts = {layer: ExpertLayout.of(layer, tensors[layer]) for layer in LAYERS}
         size = sum(layouts[layer].expert_bytes for layer in LAYERS) * STAGING_EXPERTS
-        staging = Staging(size, layouts, torch.device("cpu"), streams)
+        staging = Staging(size, layouts, torch.device("cpu"), streams, allocate=allocate_shared)
         scratch = torch.zeros(max(layout.num_bytes for layout in layouts.values()), dtype=torch.uint8)
         rank = LocalRank(
             rank_id=RANK_IDS[position],
             group_rank_ids=RANK_IDS,
-            nodes=NODES,
+            nodes=kind.nodes,
             tensors=tensors,
             layouts=layouts,
             checksums={layer: slot_checksums(layouts[layer], tensors[layer], SLOTS, scratch) for layer in LAYERS},
         )
-        made = transports(rank, staging, streams)
+        made = kind.transports(rank, staging, streams, store)
         return cls(rank, staging, ChunkTransfer(rank, staging, made, streams, time.monotonic), experts, [])
 
     def wrong(self, staged: Sequence[StagedCopy]) -> list[str]:
@@ -76,12 +79,38 @@ class Rank:
         return found
 
 
-TransportsOf = Callable[[LocalRank, Staging, Streams], Sequence[Transport]]
+@dataclass(frozen=True)
+class Kind:
+    """What transports the ranks have, and on which nodes they are."""
+
+    transports: Callable[[LocalRank, Staging, Streams, Store], Sequence[Transport]]
+    nodes: tuple[str, ...]
 
 
-def gloo_transports(rank: LocalRank, staging: Staging, streams: Streams) -> Sequence[Transport]:
+def by_gloo(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
     """What every rank has."""
     return LocalCopy(rank), GlooPeer(rank, SendRing.allocate(rank.layouts, torch.device("cpu"), streams), streams)
+
+
+def by_reading(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
+    """Within a node out of one another's memory, across nodes by gloo."""
+    neighbours = meet_neighbours(store, rank, staging, SharedHostHandles(), WAIT_S)
+    assert neighbours.problems == {}
+    local, gloo = by_gloo(rank, staging, streams, store)
+    return local, PeerRead(rank, neighbours, streams), gloo
+
+
+def in_shared_memory(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
+    """The same, stored in memory that others can read, strides and offsets kept."""
+    made = {}
+    for name, tensor in tensors.items():
+        storage = tensor.data.untyped_storage()
+        memory = allocate_shared(storage.nbytes())
+        memory.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        typed = torch.empty(0, dtype=tensor.data.dtype).set_(memory.untyped_storage())
+        data = typed.as_strided(tensor.data.shape, tensor.data.stride(), tensor.data.storage_offset())
+        made[name] = replace(tensor, data=data)
+    return made
 
 
 @dataclass
@@ -93,9 +122,11 @@ class Group:
     pool: ThreadPoolExecutor
 
     @classmethod
-    def make(cls, transports: Sequence[TransportsOf]) -> Group:
-        """transports: of each rank."""
-        return cls([Rank.make(column, made) for column, made in enumerate(transports)], local_store(), ThreadPoolExecutor(8))
+    def make(cls, kind: Kind) -> Group:
+        """Ranks of a kind, which find one another."""
+        store, pool = local_store(), ThreadPoolExecutor(8)
+        making = [pool.submit(Rank.make, column, kind, store) for column in range(len(RANK_IDS))]
+        return cls([rank.result(WAIT_S) for rank in making], store, pool)
 
     def connect(self) -> list[GlooMesh]:
         """New connections, of all ranks."""
