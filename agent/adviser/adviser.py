@@ -161,6 +161,7 @@ def _question(call: Call, facts: GroupFacts, origin: int, sequence: int, timeout
         load=each_token_once(call.load, call.num_ranks),
         current=call.current,
         digest=map_digest(call.current),
+        expert_bytes=call.expert_bytes,
         steps=call.steps,
         timeout_s=timeout_s,
     )

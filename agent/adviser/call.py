@@ -41,7 +41,7 @@ class Call:
 
     load: token assignments of all ranks together, shape (L, E), float64. current: the map, shape (L, P), int32.
     num_ranks: of the expert-parallel group. num_groups: as the engine says. layer_ids: ids of the rows, length L.
-    steps: that the load is of; 0 = not known. deployment, model, engine, dispatch: see `AdviceRequest`.
+    steps: that the load is of; 0 = not known. deployment, model, engine, dispatch, expert_bytes: see `AdviceRequest`.
     replicas_max, distinct_on_rank: see `EngineRules`.
     """
 
@@ -57,6 +57,7 @@ class Call:
     replicas_max: int
     distinct_on_rank: bool = False
     steps: int = 0
+    expert_bytes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.load.ndim != 2 or self.current.ndim != 2 or len(self.load) != len(self.current):

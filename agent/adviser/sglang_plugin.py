@@ -26,6 +26,7 @@ from agent.adviser.adviser import Adviser
 from agent.adviser.agree import Group
 from agent.adviser.call import Call, Int32Array, Outcome
 from agent.adviser.config import AdviserConfig, deployment_name
+from agent.adviser.expert_sizes import bytes_of_experts, caller_of_class
 from agent.adviser.replica_tables import replica_tables
 from agent.adviser.signatures import attribute, check_parameters
 from eplb_service.dispatch import Dispatch
@@ -143,6 +144,7 @@ class SglangEngine:
             replicas_max=current.shape[1],
             distinct_on_rank=True,
             steps=int(tokens.reshape(-1, tokens.shape[-2] * tokens.shape[-1]).any(dim=1).sum()),
+            expert_bytes=_expert_bytes([int(layer) for layer in routed]),
         )
 
 
@@ -155,6 +157,18 @@ def _routed(load: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Layers that routed tokens, ascending: in a window with any, all with experts, and no dense one; all in one without."""
     routed = np.flatnonzero(load.any(axis=1))
     return routed if len(routed) else np.arange(len(load))
+
+
+def _expert_bytes(layers: list[int]) -> tuple[int, ...]:
+    """Of one expert of each layer: the manager that rebalances has the model, and it its experts' weights by layer."""
+    manager = caller_of_class("EPLBManager")
+    try:
+        if manager is None:
+            return ()
+        model = manager._get_model() if hasattr(manager, "_get_model") else manager._model_runner.model  # to 0.5.14
+        return bytes_of_experts(model.routed_experts_weights_of_layer, layers)
+    except (AttributeError, TypeError, ValueError, IndexError):  # of another release: nothing of it is needed
+        return ()
 
 
 def _dispatch() -> Dispatch:

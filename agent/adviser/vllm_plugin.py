@@ -22,6 +22,7 @@ from agent.adviser.adviser import Adviser
 from agent.adviser.agree import Group
 from agent.adviser.call import Call, Outcome
 from agent.adviser.config import AdviserConfig, deployment_name
+from agent.adviser.expert_sizes import bytes_of_experts, variable_of_caller
 from agent.adviser.replica_tables import replica_tables
 from agent.adviser.signatures import attribute, check_parameters, returned
 from eplb_service.advice import map_digest
@@ -195,6 +196,7 @@ class VllmEngine:
             dispatch=Dispatch.HASHED.value,
             replicas_max=REPLICAS_MAX,
             steps=learnt.steps,
+            expert_bytes=_expert_bytes(shape[0]),
         )
 
     def _parts(self, shape: tuple[int, ...], index: int, learnt: _Learnt) -> list[str]:
@@ -239,3 +241,12 @@ class VllmEngine:
             return rows
         physical, counts = replica_tables(rows.cpu().numpy(), int(weight.shape[1]))
         return rows, torch.from_numpy(physical).to(weight.device), torch.from_numpy(counts).to(weight.device)
+
+
+def _expert_bytes(num_layers: int) -> tuple[int, ...]:
+    """Of one expert of each layer: vLLM's state holds them where it calls its policy (`expert_weights`, from 0.14 on)."""
+    state = variable_of_caller("eplb_model_state", "model_state")  # inside a forward; on the asynchronous worker's thread
+    try:
+        return bytes_of_experts(dict(enumerate(state.model.expert_weights)), range(num_layers)) if state is not None else ()
+    except (AttributeError, TypeError, ValueError, IndexError):  # of another release: nothing of it is needed
+        return ()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from eplb_service import __version__
 from tests.engines.wheels import modules_of
 
 NUM_LOGICAL, NUM_PHYSICAL, NUM_RANKS = 8, 12, 4
@@ -169,9 +170,9 @@ def ranks_of(
 def entry_points(into: Path) -> Path:
     """A folder with the entry points of this project's pyproject.toml, as an installed distribution has them."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    folder = into / f"eplb_service_in_engine-{project['version']}.dist-info"
+    folder = into / f"eplb_service_in_engine-{__version__}.dist-info"
     folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eplb-service-in-engine\nVersion: {project['version']}\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: eplb-service-in-engine\nVersion: {__version__}\n")
     lines = []
     for group in ("vllm.general_plugins", "sglang.srt.plugins"):
         lines += [f"[{group}]", *(f"{name} = {value}" for name, value in project["entry-points"][group].items()), ""]

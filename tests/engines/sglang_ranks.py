@@ -130,6 +130,25 @@ class _ModelClass:
         return location.ModelConfigForExpertLocation(num_layers=NUM_LAYERS, num_logical_experts=NUM_LOGICAL, num_groups=None)
 
 
+def _manager(weights: dict[int, list[torch.Tensor]]) -> Any:
+    """SGLang's own manager, unborn but for the model that it looks for its layers in."""
+    of_release = importlib.import_module("sglang.srt.eplb.eplb_manager").EPLBManager
+    manager = object.__new__(of_release)
+    model = types.SimpleNamespace(routed_experts_weights_of_layer=weights)
+    manager._rebalance_layers_per_chunk = None
+    if "get_model" in inspect.signature(of_release.__init__).parameters:
+        manager._get_model = lambda: model
+    else:
+        manager._model_runner = types.SimpleNamespace(model=model)
+    return manager
+
+
+def _target(self: Any, init_by_eplb: Any, *given: Any) -> Any:
+    """The manager's step to its algorithm, the manager as `self`. Its own code finds the model where it was put."""
+    assert self._compute_update_layer_ids_chunks() == [list(MOE_LAYERS)]
+    return init_by_eplb(*given)
+
+
 class _Engine:
     """The steps that SGLang's manager takes at a rebalance, with its own code for each."""
 
@@ -139,6 +158,7 @@ class _Engine:
         takes_arguments = "server_args" in inspect.signature(location.compute_initial_expert_location_metadata).parameters
         self._given = (arguments, config) if takes_arguments else (config,)
         self._weights: dict[int, list[torch.Tensor]] = {}
+        self._manager = _manager(self._weights)
 
     def interval(self, order: Order, said: list[str]) -> RankResult:
         kind, seed = order
@@ -150,7 +170,7 @@ class _Engine:
             self._arguments.init_expert_location = str(self._written(seed))
             self._load(self._location.compute_initial_expert_location_metadata(*self._given, self._place.rank))
         else:
-            target = self._location.ExpertLocationMetadata.init_by_eplb(*self._given, logical_count)
+            target = _target(self._manager, self._location.ExpertLocationMetadata.init_by_eplb, *self._given, logical_count)
             missing = self._updater.update(self._weights, target, list(MOE_LAYERS), nnodes=1, rank=self._place.rank)
             assert not missing
         seconds = time.monotonic() - begun

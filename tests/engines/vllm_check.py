@@ -17,6 +17,7 @@ from tests.engines.ranks import (
     NUM_PHYSICAL,
     NUM_RANKS,
     TIMEOUT_S,
+    WIDTHS,
     EngineCheckError,
     Maps,
     Ranks,
@@ -167,6 +168,7 @@ def _check_question(title: str, question: AdviceRequest, live: Maps, seed: int) 
     checks = {
         "map": np.array_equal(question.current, live[name]) and question.digest == map_digest(live[name]),
         "load": np.array_equal(question.load, loads_of(seed)[name]),
+        "bytes": question.expert_bytes == (sum(WIDTHS) * 8,) * LAYERS[name],
         "deployment": question.deployment == wanted,
         "ranks": question.rank_ids == tuple(range(NUM_RANKS))
         and len(set(question.nodes)) == 1

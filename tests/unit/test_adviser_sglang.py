@@ -163,6 +163,52 @@ def test_the_planners_map_comes_with_its_tables_and_dense_layers_stay(sglang: Pa
     assert question.deployment == "Model"
 
 
+class EPLBManager:
+    """SGLang's, as far as callers of the algorithm are concerned; before 0.5.17 it had the model's runner instead."""
+
+    def __init__(self, model: Any, *, has_runner: bool) -> None:
+        if has_runner:
+            self._model_runner = SimpleNamespace(model=model)
+        else:
+            self._get_model = lambda: model
+
+    def rebalance(self, call: Callable[[], Any]) -> Any:
+        return call()
+
+
+@pytest.mark.parametrize("has_runner", [False, True])
+def test_bytes_of_an_expert_are_those_that_sglang_would_move(sglang: Path, has_runner: bool) -> None:
+    engine = Engine()
+    slots = P // R
+    weights = {layer: [torch.zeros(slots, 10 * layer), torch.zeros(slots, 1, dtype=torch.uint8)] for layer in MOE}
+    model = SimpleNamespace(routed_experts_weights_of_layer=weights)
+    manager = EPLBManager(model, has_runner=has_runner)
+    arguments = {
+        "tokens_per_expert": torch.from_numpy(loads()),
+        "num_physical_experts": P,
+        "num_local_physical_experts": slots,
+        "num_groups": None,
+        "num_nodes": 1,
+        "algorithm": "deepseek",
+    }
+
+    def work(group: ThreadGroup) -> Any:
+        engine.state.local.group = group
+        return manager.rebalance(lambda: engine.ranks[group.rank()].around(engine.original, **arguments))
+
+    on_each(engine.groups, work)
+    weights[3] = [torch.zeros(slots, 4), torch.zeros(slots + 1, 4)]
+    on_each(engine.groups, work)
+    del weights[3]
+    on_each(engine.groups, work)
+    del model.routed_experts_weights_of_layer
+    on_each(engine.groups, work)
+    engine.call(loads())  # as a file of counts does at start: no manager yet
+    told, *unknown = [question.expert_bytes for question in engine.questions]
+    assert told == (41, 81, 121)
+    assert unknown == [()] * 4
+
+
 def test_each_question_proves_that_the_hook_is_active_and_the_log_says_it_once(
     sglang: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,42 @@ def test_tokens_that_every_rank_of_a_stage_counted_are_told_once(build: Callable
     engine.call(LOAD * 3, NOW)
     for question, times in zip(engine.questions, (1, 1, 3), strict=True):
         assert np.array_equal(question.load, LOAD * times)
+
+
+def in_a_forward(policy: Any, eplb_model_state: Any) -> Any:
+    """As `EplbState.rearrange` calls it."""
+    return policy.rebalance_experts(torch.from_numpy(LOAD), P, 1, 1, R, eplb_model_state.physical_to_logical_map)
+
+
+def on_the_worker(policy: Any, model_state: Any) -> Any:
+    """As the asynchronous worker's `run_rebalance_experts` does."""
+    return policy.rebalance_experts(torch.from_numpy(LOAD), P, 1, 1, R, model_state.physical_to_logical_map)
+
+
+@pytest.mark.parametrize("called", [in_a_forward, on_the_worker])
+def test_bytes_of_an_expert_are_those_that_vllm_would_move(
+    build: Callable[..., Engine], called: Callable[[Any, Any], Any]
+) -> None:
+    engine = build()
+    slots = P // R
+    weights = [  # 16-bit weights with scales; the last layer is quantised to 8 bits; empty parameters are no weights
+        [torch.zeros(slots, 40 * (layer + 1), dtype=torch.bfloat16), torch.zeros(slots, 2), torch.zeros(0)]
+        for layer in range(L)
+    ]
+    weights[-1][0] = weights[-1][0].to(torch.int8)
+    state = SimpleNamespace(physical_to_logical_map=torch.from_numpy(NOW).to(torch.int64), model=SimpleNamespace())
+
+    def work(group: ThreadGroup) -> Any:
+        engine.state.local.group = group
+        return called(engine.ranks[group.rank()], state)
+
+    odd = [*weights[:-1], [*weights[-1], torch.zeros(slots + 1, 5)]]
+    for held in (weights, odd, weights[:-1], "another release", None):
+        state.model.expert_weights = held
+        on_each(engine.groups, work)
+    told, *unknown = [question.expert_bytes for question in engine.questions]
+    assert told == (40 * 2 + 8, 80 * 2 + 8, 120 + 8)
+    assert unknown == [()] * 4
 
 
 def test_models_of_one_engine_are_told_apart_by_their_layers(build: Callable[..., Engine]) -> None:
