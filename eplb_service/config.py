@@ -205,7 +205,7 @@ class RolloutConfig:
     backoff_max_s: float = setting(30.0, "longest pause after an aborted chunk", unit="s", above=0.0)
     tries_max: int = setting(4, "tries of a chunk before the generation is stopped", low=1, high=100)
     layers_per_chunk_max: int | None = setting(None, "most layers in a chunk; as staging allows if not given", kind=int, low=1)
-    rank_silence_s: float = setting(10.0, "silence after which a rank is shown as away", unit="s", above=0.0)
+    rank_silence_s: float = setting(10.0, "silence after which a rank is shown as away, and another fleet may take its place", unit="s", above=0.0)
     resume_age_s: float = setting(600.0, "a rollout begun longer ago is not resumed by a new leader", unit="s", low=0.0)
 
     def settings(self) -> RolloutSettings:

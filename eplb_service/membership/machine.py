@@ -2,8 +2,9 @@
 
 Registrations, control streams and deaths go in; out come the changes that `rollout` lives on. A group is *ready* when every
 rank that its members name has registered in it and has a control stream. Ranks that disagree about what all must share are
-refused (`registration_check`). A stream that ends loses the ready group nothing: its engine serves on and the stream comes
-back. An engine that is gone, a new life of a rank, or a new group id ends it.
+refused (`registration_check`), and so are ranks that would push out others that are alive (`rivals`). A stream that ends loses
+the ready group nothing: its engine serves on and the stream comes back. An engine that is gone, a new life of a rank, or a new
+group id ends it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from eplb_service.control import Address, Registration
-from eplb_service.errors import NotFoundError, StaleError
+from eplb_service.errors import ConflictError, NotFoundError, StaleError
 from eplb_service.ids import DeploymentId, GroupId, Incarnation, RankId
 from eplb_service.membership.group import Group
 from eplb_service.membership.registration_check import check_agreement, check_registration
+from eplb_service.membership.rivals import SILENCE_S, Member, alive_rival, refusal
 
 __all__ = [
     "Attached",
@@ -25,6 +27,7 @@ __all__ = [
     "Group",  # users of a group find it beside what forms it
     "GroupLost",
     "GroupReady",
+    "Heard",
     "Membership",
     "MembershipChange",
     "MembershipEvent",
@@ -81,7 +84,14 @@ class WeightsSeen:
     weights_version: int
 
 
-MembershipEvent = Registered | Attached | Detached | Gone | WeightsSeen
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A rank said something, whatever it was: it lives."""
+
+    address: Address
+
+
+MembershipEvent = Registered | Attached | Detached | Gone | WeightsSeen | Heard
 
 
 # ── what follows: also the events of `rollout` ───────────────────────────────────────────────────────────────────────────
@@ -150,13 +160,17 @@ class Ready:
 class Membership:
     """Forms the groups of one deployment: `handle(event, now) -> changes`.
 
-    Raises InvalidInputError (a registration that cannot be used), ConflictError (one that disagrees with its peers),
-    StaleError (an older group or life) and NotFoundError (a stream for a rank that never registered). A refused event changes
-    nothing. Detached, Gone and WeightsSeen of anyone unknown or older are dropped.
+    Raises InvalidInputError (a registration that cannot be used), ConflictError (one that disagrees with its peers, or comes
+    in place of a rank that is alive), StaleError (an older group or life) and NotFoundError (a stream for a rank that never
+    registered). A refused event changes nothing. Detached, Gone, WeightsSeen and Heard of anyone unknown or older are dropped.
+    silence_s: how long a rank counts as alive after it was last heard.
     """
 
-    def __init__(self, deployment: DeploymentId) -> None:
+    def __init__(self, deployment: DeploymentId, *, silence_s: float = SILENCE_S) -> None:
         self._deployment = deployment
+        self._silence_s = silence_s
+        self._members: dict[RankId, Member] = {}
+        """Ranks of the present group as last seen, those gone too."""
         self._group_id: GroupId | None = None
         self._ranks: dict[RankId, Registration] = {}
         self._attached: set[Address] = set()
@@ -178,7 +192,8 @@ class Membership:
 
     def handle(self, event: MembershipEvent, now: float) -> tuple[MembershipChange, ...]:
         """Take one event in; the changes are in order. now: monotonic clock, seconds."""
-        changes = self._handle(event)
+        changes = self._handle(event, now)
+        self._see(event, now)
         lost = any(isinstance(change, GroupLost) for change in changes)
         if self._ready is not None or (not self._ranks and not self._why_missing):
             self._waiting_since_s = None
@@ -186,10 +201,25 @@ class Membership:
             self._waiting_since_s = now
         return changes
 
-    def _handle(self, event: MembershipEvent) -> tuple[MembershipChange, ...]:
+    def _see(self, event: MembershipEvent, now: float) -> None:
+        """Who was heard, or said to be gone, just now."""
         match event:
             case Registered(registration):
-                return self._on_registered(registration)
+                self._members[registration.address.rank_id] = Member(registration, now)
+            case Attached(address) | WeightsSeen(address) | Heard(address):
+                if self._is_member(address):
+                    self._members[address.rank_id] = Member(self._ranks[address.rank_id], now)
+            case Gone(address):
+                last = self._members.get(address.rank_id)
+                if last is not None and last.registration.address == address:
+                    self._members[address.rank_id] = Member(last.registration, now, is_gone=True)
+            case Detached():
+                pass
+
+    def _handle(self, event: MembershipEvent, now: float) -> tuple[MembershipChange, ...]:
+        match event:
+            case Registered(registration):
+                return self._on_registered(registration, now)
             case Attached(address):
                 return self._on_attached(address)
             case Detached(address, reason):
@@ -201,8 +231,10 @@ class Membership:
                     rank = address.rank_id
                     self._ranks[rank] = dataclasses.replace(self._ranks[rank], weights_version=version)
                 return ()
+            case Heard():
+                return ()
 
-    def _on_registered(self, registration: Registration) -> tuple[MembershipChange, ...]:
+    def _on_registered(self, registration: Registration, now: float) -> tuple[MembershipChange, ...]:
         address = registration.address
         check_registration(registration, self._deployment)
         if address.group_id in self._superseded:
@@ -213,15 +245,21 @@ class Membership:
         if (address.rank_id, address.incarnation) in self._replaced:
             raise StaleError(f"a newer life of rank {address.rank_id} replaced incarnation {address.incarnation}")
         if address.group_id != self._group_id:
+            self._check_rival(registration, now)
             changes = self._lose(f"group {address.group_id} superseded it")
             self._supersede(address.group_id)
         else:
-            changes = self._replace(registration)
+            changes = self._replace(registration, now)
         self._ranks[address.rank_id] = registration
         self._why_missing.pop(address.rank_id, None)
         return (*changes, *self._form())
 
-    def _replace(self, registration: Registration) -> tuple[MembershipChange, ...]:
+    def _check_rival(self, registration: Registration, now: float) -> None:
+        rival = alive_rival(registration, self._members.values(), now=now, silence_s=self._silence_s)
+        if rival is not None:
+            raise ConflictError(refusal(registration, rival, self._silence_s))
+
+    def _replace(self, registration: Registration, now: float) -> tuple[MembershipChange, ...]:
         """Room for a registration of a rank of the present group: the first, a repeated one, or that of a new life."""
         address = registration.address
         before = self._ranks.get(address.rank_id)
@@ -231,6 +269,7 @@ class Membership:
         if before is None:
             return ()
         if not again:
+            self._check_rival(registration, now)
             self._attached.discard(before.address)
             self._replaced.append((address.rank_id, before.address.incarnation))
             return self._lose(f"rank {address.rank_id} restarted (incarnation {address.incarnation})")
@@ -280,6 +319,7 @@ class Membership:
         self._ranks.clear()
         self._attached.clear()
         self._why_missing.clear()
+        self._members.clear()
 
     def _rank_ids(self) -> tuple[RankId, ...]:
         """Column order, as the members name it."""

@@ -104,14 +104,20 @@ class Carrier:
     """The ranks of one deployment, as far as messages go."""
 
     def __init__(
-        self, deployment: DeploymentId, owner: Carried, clock: Clock, metrics: Callable[[control.FromRank], None]
+        self,
+        deployment: DeploymentId,
+        owner: Carried,
+        clock: Clock,
+        metrics: Callable[[control.FromRank], None],
+        *,
+        silence_s: float,
     ) -> None:
         self.ranks: dict[RankId, RankFacts] = {}
         self.rollout: Rollout | None = None
         """Only while the deployment is led."""
         self.alarm = ""
         """What a person must look at; empty when nothing."""
-        self._membership = Membership(deployment)
+        self._membership = Membership(deployment, silence_s=silence_s)
         self._owner, self._clock, self._count = owner, clock, metrics
         self._links: dict[RankId, AgentLink] = {}
         self._events: deque[RolloutEvent] = deque()
@@ -189,6 +195,10 @@ class Carrier:
                     self._note_facts(message)
                     self.feed(Received(message))
 
+    def heard(self, address: Address) -> None:
+        """A rank said something, over a control stream or elsewhere."""
+        self._membership.handle(membership.Heard(address), self._clock.monotonic())
+
     def detach(self, link: AgentLink, reason: str) -> None:
         """A stream ended."""
         link.close(reason)
@@ -235,6 +245,8 @@ class Carrier:
         if isinstance(message, control.Pulse):
             facts.idle, facts.windows_dropped = message.idle, message.windows_dropped
             self._change(membership.WeightsSeen(message.sender, message.weights_version))
+        else:
+            self.heard(message.sender)
         self._count(message)
 
     def _change(self, event: membership.MembershipEvent) -> None:

@@ -13,6 +13,7 @@ import structlog
 
 from eplb_service import control
 from eplb_service.attach import FromAgent
+from eplb_service.control import Address
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, RankId
@@ -47,6 +48,8 @@ from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Ref
 from eplb_service.window.windows import Windows
 
 DRAIN_S = 2.0
+REFUSAL_SHOWN_S = 60.0
+"""How long the status tells of a rank that was refused: it asks again at least twice a minute."""
 HOUSEKEEPING_S = 1.0
 
 
@@ -73,7 +76,7 @@ class Deployment:
             ),
         )
         self.outcomes = Outcomes(self)
-        self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count)
+        self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count, silence_s=config.rollout.rank_silence_s)
         self.leading = Leading(
             name,
             context.store,
@@ -94,6 +97,7 @@ class Deployment:
         """Set when there may be something new to plan from."""
         self.lane: WriteLane | None = None
         """Writes of the present leadership; None while there is none."""
+        self._refusal, self._refused_s = "", 0.0
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = structlog.get_logger("eplb.planner").bind(deployment=name)
@@ -181,7 +185,16 @@ class Deployment:
                 f"deployment {self.name} names {len(registration.group_rank_ids)} ranks; this planner takes at most"
                 f" {self.context.config.limits.ranks} (limits.ranks)"
             )
-        self.carrier.register(registration)
+        try:
+            self.carrier.register(registration)
+        except EplbError as error:
+            self._refusal, self._refused_s = str(error), self.context.clock.monotonic()
+            raise
+
+    def _last_refusal(self) -> str:
+        """Why a rank was refused a moment ago; empty when none was."""
+        is_fresh = self._refusal and self.context.clock.monotonic() - self._refused_s < REFUSAL_SHOWN_S
+        return f"a rank was refused: {self._refusal}" if is_fresh else ""
 
     def receive(self, link: AgentLink, message: FromAgent) -> None:
         """A message on a control stream. Raises what `Carrier.receive` raises."""
@@ -194,8 +207,10 @@ class Deployment:
     def report(self, report: LoadReport) -> Accepted | Refused:
         """A load window of one rank."""
         answer = self.load.offer(report)
-        if isinstance(answer, Accepted) and answer.closed:
-            self._window_closed(answer)
+        if isinstance(answer, Accepted):
+            self.carrier.heard(Address(report.rank_id, report.incarnation, report.group_id))
+            if answer.closed:
+                self._window_closed(answer)
         return answer
 
     def _window_closed(self, closed: Accepted) -> None:
@@ -289,7 +304,7 @@ class Deployment:
         if rollout is None:
             return "waiting", f"this planner does not lead: {self.leading.why_not}"
         if group is None:
-            return "waiting", self.carrier.waiting_reason
+            return "waiting", "; ".join(part for part in (self.carrier.waiting_reason, self._last_refusal()) if part)
         progress = rollout.progress()
         ranks = ", ".join(map(str, progress.waiting_for))
         if rollout.state is RolloutState.INCONSISTENT:
@@ -300,7 +315,7 @@ class Deployment:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
             return "observe_only", group.observe_only
-        return "ready", self.carrier.waiting_reason or self.last_error
+        return "ready", self.carrier.waiting_reason or self._last_refusal() or self.last_error
 
     async def wait_for_change(self) -> None:
         """Return at the next change of the live map, a generation or the settings."""

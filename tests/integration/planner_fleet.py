@@ -128,6 +128,7 @@ class Fleet:
     boundary: int = 0
     window_index: int = 0
     connections: int = 0
+    registrations: int = 0
 
     def __post_init__(self) -> None:
         # Each rank stages at most what one layer may need: a chunk holds `layers_per_chunk` layers.
@@ -173,6 +174,7 @@ class Fleet:
                 await asyncio.sleep(0.01)
             with contextlib.suppress(grpc.aio.AioRpcError):
                 for rank in self.ranks:
+                    self.registrations += 1
                     await self.agent.Register(convert.registration_to_pb(self.registration(rank)), timeout=2)
                 self.connections += 1
                 await self._control()

@@ -26,6 +26,7 @@ from eplb_service.membership.machine import (
     Waiting,
     WeightsSeen,
 )
+from eplb_service.membership.rivals import SILENCE_S
 
 DEPLOYMENT = DeploymentId("chat")
 
@@ -219,14 +220,14 @@ def test_a_rank_without_staging_makes_the_group_observe_only() -> None:
 
 def test_a_new_life_replaces_the_old_and_the_old_one_is_stale() -> None:
     membership, _ = ready(rank(0), rank(1))
-    assert membership.handle(Registered(rank(1, incarnation=2)), 1.0) == (
+    assert membership.handle(Registered(rank(1, incarnation=2)), SILENCE_S) == (
         GroupLost(GroupId(1), "rank 1 restarted (incarnation 2)"),
     )
     with pytest.raises(StaleError, match="newer life of rank 1 replaced incarnation 1"):
-        membership.handle(Registered(rank(1)), 2.0)
+        membership.handle(Registered(rank(1)), SILENCE_S)
     with pytest.raises(StaleError):
-        membership.handle(Attached(rank(1).address), 2.0)
-    (change,) = membership.handle(Attached(rank(1, incarnation=2).address), 3.0)
+        membership.handle(Attached(rank(1).address), SILENCE_S)
+    (change,) = membership.handle(Attached(rank(1, incarnation=2).address), SILENCE_S)
     assert isinstance(change, GroupReady)
 
 
