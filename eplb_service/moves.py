@@ -2,6 +2,8 @@
 
 A residency is an expert held by a (layer, rank). One that was not there before costs one move, that expert's bytes, from the
 nearest rank that serves and holds it. A slot whose expert was already on the rank costs a copy inside the rank, no move.
+
+Where experts fan out on nodes (`NodeEntries`), those bytes are what the copies of a rollout carry (`rollout.copies`).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
+from eplb_service.node_entries import NodeEntries
 from eplb_service.placement import EMPTY_SLOT, Int32Array, Table
 from eplb_service.topology import LinkKind, Topology
 
@@ -26,7 +29,7 @@ class MoveSummary:
 
     experts: residencies that were not there before (moves). layers: layers with at least one rewritten slot.
     slots_rewritten: slots that get another expert than they held, filled from wherever (emptied slots cost nothing).
-    bytes_by_link: bytes copied by the kind of link to the nearest source; SAME_RANK are copies between slots of a rank.
+    bytes_by_link: bytes copied by the kind of link that they take; SAME_RANK are copies between slots of a rank.
     bytes_without_source: bytes of moves whose expert no serving rank holds (host backup or checkpoint must supply them).
     bytes_into_busiest_rank: most bytes that one rank receives from others; transfers of different ranks run side by side.
     bytes_into_busiest_nic: most bytes that come in over one NIC (`Topology.nics`), from other nodes or without a source; 0
@@ -90,10 +93,13 @@ def count_moves(before: npt.NDArray[np.integer], after: npt.NDArray[np.integer],
     return int((wanted & ~held).sum())
 
 
-def residency_moves(before: Table, after: Table, topology: Topology, expert_bytes: Sequence[int] = ()) -> MoveSummary:
+def residency_moves(
+    before: Table, after: Table, topology: Topology, expert_bytes: Sequence[int] = (), *, fan_out: bool = False
+) -> MoveSummary:
     """What going from one placement to another moves. Dead ranks are no source.
 
     expert_bytes: bytes of one expert of each layer, length L; empty = 0 bytes each (moves are still counted).
+    fan_out: an expert that several ranks of a node need crosses to it once, and is passed on there.
     Raises InvalidInputError when the two do not describe the same layers, ranks and slots.
     """
     if not before.same_shape(after) or before.rank_ids != topology.rank_ids:
@@ -105,34 +111,30 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
     if expert_bytes and len(expert_bytes) != before.num_layers:
         raise InvalidInputError(f"{len(expert_bytes)} expert sizes for {before.num_layers} layers")
     sizes = list(expert_bytes) or [0] * before.num_layers
-    alive = np.array(topology.alive)
-    node_of = np.array(topology.node_indices)
+    entries = NodeEntries(topology, fan_out=fan_out)
     by_link = dict.fromkeys(LinkKind, 0)
     without_source = experts = rewritten_slots = layers = 0
-    received, from_afar = np.zeros((2, topology.num_ranks), np.int64)
+    received, from_host = np.zeros((2, topology.num_ranks), np.int64)
     for layer, size in enumerate(sizes):
         old, new = before.physical_to_logical[layer], after.physical_to_logical[layer]
         rewritten = int(((new != old) & (new != EMPTY_SLOT)).sum())
         if not rewritten:
             continue
         shape = {"num_ranks": before.num_ranks, "num_logical": before.num_logical}
-        held = residencies(old, **shape) & alive[:, None]
-        moved = residencies(new, **shape) & ~residencies(old, **shape)
-        on_node = np.zeros((topology.num_nodes, before.num_logical), np.bool_)
-        np.logical_or.at(on_node, node_of, held)
-        near = moved & on_node[node_of]
-        same_node = int(near.sum())
-        sourced = int((moved & held.any(axis=0)).sum())
-        num_moved = int(moved.sum())
-        by_link[LinkKind.SAME_NODE] += same_node * size
-        by_link[LinkKind.CROSS_NODE] += (sourced - same_node) * size
+        arrivals = entries.arrivals(residencies(old, **shape), residencies(new, **shape), expert_bytes=size)
+        num_moved, crossing = int(arrivals.moved.sum()), int(arrivals.crossing.sum())
+        unsourced = arrivals.without_source.sum(axis=1)
+        num_unsourced = int(unsourced.sum())
+        by_link[LinkKind.SAME_NODE] += (num_moved - crossing - num_unsourced) * size
+        by_link[LinkKind.CROSS_NODE] += crossing * size
         by_link[LinkKind.SAME_RANK] += (rewritten - num_moved) * size
-        without_source += (num_moved - sourced) * size
-        received += moved.sum(axis=1) * size
-        from_afar += (moved & ~near).sum(axis=1) * size
+        without_source += num_unsourced * size
+        received += arrivals.moved.sum(axis=1) * size
+        from_host += unsourced * size
         experts += num_moved
         rewritten_slots += rewritten
         layers += 1
+    into_nics = entries.into_nics + on_nics(from_host, topology)
     return MoveSummary(
         experts=experts,
         slots_rewritten=rewritten_slots,
@@ -140,7 +142,7 @@ def residency_moves(before: Table, after: Table, topology: Topology, expert_byte
         bytes_by_link=by_link,
         bytes_without_source=without_source,
         bytes_into_busiest_rank=int(received.max()),
-        bytes_into_busiest_nic=_into_busiest_nic(from_afar, topology),
+        bytes_into_busiest_nic=0 if topology.nics is None else int(into_nics.max()),
     )
 
 
@@ -149,11 +151,6 @@ def on_nics(values: npt.NDArray[Number], topology: Topology) -> npt.NDArray[Numb
     sums = np.zeros((topology.num_nics, *values.shape[:-1]), values.dtype)
     np.add.at(sums, np.array(topology.nic_indices), np.moveaxis(values, -1, 0))
     return np.moveaxis(sums, 0, -1)
-
-
-def _into_busiest_nic(from_afar: npt.NDArray[np.int64], topology: Topology) -> int:
-    """Most bytes over one NIC, 0 where none are named. From afar: bytes from other nodes into each rank, shape (R,)."""
-    return 0 if topology.nics is None else int(on_nics(from_afar, topology).max())
 
 
 def align_slots(
