@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import ChunkId, GenerationNumber, LayerRef
+from eplb_service.ids import ChunkId, GenerationNumber, LayerRef, RankId
 
 NIC_CHARACTERS_MAX = 256
 """Most that a planner takes of a name."""
+
+SAME_NODE_COPIES = ("send", "read")
+"""How experts go between ranks of a node."""
 
 RECORDER_MODES = ("window",)
 """Ways of recording that a planner can use. Per-token and per-pass records cannot be planned on (sglang#7266)."""
@@ -31,6 +34,8 @@ class HookConfig:
     pulse_period_s: seconds between signs of life. reconnect_max_s: longest pause between two tries to reach the agent process.
     off_file: while this file exists the hook is inert. off: inert from the start.
     recorder: one of RECORDER_MODES.
+    same_node_copies: `send` = over gloo, as across nodes; `read` = ranks of a node read experts out of one another's memory
+        where that can be (CUDA IPC; on a CPU memory of `agent.transfer.memory_handles.allocate_shared`), else they are sent.
     nic: NIC, or rail, by which this rank reaches other nodes; ranks of a node that share it name it alike. Or, where all ranks
         of a node have one environment, the NIC of each of them in the order of the group: `mlx5_0,mlx5_0,mlx5_1,mlx5_1`.
         None = its own.
@@ -55,6 +60,7 @@ class HookConfig:
     off: bool = False
     recorder: str = "window"
     nic: str | None = None
+    same_node_copies: str = "send"
 
     def __post_init__(self) -> None:
         for name in ("vote_period", "window_steps", "sub_windows", "ring_windows"):
@@ -81,6 +87,10 @@ class HookConfig:
         if self.recorder not in RECORDER_MODES:
             raise InvalidInputError(
                 f"recorder mode {self.recorder!r} cannot be planned on; allowed: {', '.join(RECORDER_MODES)} (sglang#7266)"
+            )
+        if self.same_node_copies not in SAME_NODE_COPIES:
+            raise InvalidInputError(
+                f"same_node_copies is {self.same_node_copies!r}; EPLB_SAME_NODE_COPIES may be {' or '.join(SAME_NODE_COPIES)}"
             )
         self._check_nics()
 
@@ -135,6 +145,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "EPLB_OFF_FILE": ("off_file", str),
     "EPLB_RECORDER": ("recorder", str),
     "EPLB_NIC": ("nic", str),
+    "EPLB_SAME_NODE_COPIES": ("same_node_copies", str),
 }
 """Environment variable → setting and how it is read."""
 
@@ -145,7 +156,8 @@ class HookStatus:
 
     voting: takes part in votes and in rollouts; off_reason says why not. boundary: step boundaries begun so far.
     generations: what each layer routes by now. flipped_id: last chunk that became live. open_id: chunk under way, 0 = none.
-    connected: to the agent process. Counters run since the start.
+    connected: to the agent process. reads_from: ranks of this node whose memory experts are read from. Counters run since the
+    start.
     """
 
     voting: bool
@@ -160,3 +172,4 @@ class HookStatus:
     flips: int
     refusals: Mapping[str, int] = field(default_factory=dict)
     stray_ids: int = 0
+    reads_from: tuple[RankId, ...] = ()

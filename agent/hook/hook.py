@@ -176,6 +176,7 @@ class Hook:
                 flips=self._flipper.flips,
                 refusals=dict(machine.refusals),
                 stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
+                reads_from=self._stager.reads_from if self._stager is not None else (),
             )
 
     # ── a step boundary ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -396,6 +397,7 @@ class Hook:
             weights=Weights(tensors=facts.tensors, layouts=facts.layouts, device=facts.device),
             budget_bytes=config.staging_bytes,
             store=meeting.store,
+            reads_neighbours=config.same_node_copies == "read",
             streams=self._streams,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             clock=time.monotonic,

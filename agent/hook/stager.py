@@ -24,13 +24,16 @@ from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, first_line, local_store
 from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
+from agent.transfer.memory_handles import allocate_shared, handles_for
 from agent.transfer.mesh import GlooMesh
+from agent.transfer.peer_memory import Neighbours, meet_neighbours
+from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
 from agent.transfer.streams import DeviceEvent, Streams
-from agent.transfer.transport import LocalRank, StagedCopy, TransferError
+from agent.transfer.transport import LocalRank, StagedCopy, TransferError, Transport
 from eplb_service.control import RefusalCode, Stage
 from eplb_service.failpoints import reach
-from eplb_service.ids import ChunkId, LayerRef
+from eplb_service.ids import ChunkId, LayerRef, RankId
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +50,7 @@ class Weights:
 class Stager:
     """Runs copies for the hook. `begin`, `cancel` and `forget` may be called from any thread.
 
+    reads_neighbours: experts of ranks of this node are read out of their memory where that can be.
     on_end: told how each chunk's copy ended, with what its flip needs when it ended well; from the worker thread.
     """
 
@@ -58,6 +62,7 @@ class Stager:
         weights: Weights,
         budget_bytes: int,
         store: Store | None,
+        reads_neighbours: bool,
         streams: Streams,
         rendezvous_timeout_s: float,
         clock: Callable[[], float],
@@ -66,7 +71,10 @@ class Stager:
         self._shape, self._weights, self._streams, self._clock, self._on_end = shape, weights, streams, clock, on_end
         self._store = store
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams)
+        self._reads_neighbours = reads_neighbours
+        self._neighbours: Neighbours | None = None
+        allocate = allocate_shared if reads_neighbours else None
+        self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams, allocate=allocate)
         self._ring = SendRing.allocate(weights.layouts, weights.device, streams)
         self._checksums: dict[LayerRef, list[int]] = {}
         self._checksums_of: int | None = None
@@ -80,8 +88,7 @@ class Stager:
             checksums=self._checksums,
         )
         self._position = shape.group_rank_ids.index(shape.rank_id)
-        transports = LocalCopy(self._rank), GlooPeer(self._rank, self._ring, streams)
-        self._transfer = ChunkTransfer(self._rank, self._staging, transports, streams, clock)
+        self._transfer = self._make_transfer()
         self._lock = threading.Lock()
         self._mesh: GlooMesh | None = None
         self._spent_mesh_id = NO_CHUNK  # mesh ids only grow, as chunk ids do
@@ -95,9 +102,25 @@ class Stager:
         self._weights_ready = event
 
     def start(self, weights_version: int) -> None:
-        """Compute the checksums of what was loaded, then start the thread."""
+        """Meet the ranks of this node, compute the checksums of what was loaded, then start the thread.
+
+        Raises DeadlineError when a rank of the group does not say in time what memory it shares.
+        """
+        if self._reads_neighbours and self._store is not None:
+            handles = handles_for(self._weights.device)
+            self._neighbours = meet_neighbours(
+                self._store, self._rank, self._staging, handles, timeout_s=self._rendezvous_timeout_s
+            )
+            for rank, problem in self._neighbours.problems.items():
+                logger.warning("hook.not_read: experts of rank %d are sent by it, not read from its memory: %s", rank, problem)
+            self._transfer = self._make_transfer()
         self._compute_checksums(weights_version)
         self._thread.start()
+
+    @property
+    def reads_from(self) -> tuple[RankId, ...]:
+        """Ranks of this node whose memory experts are read from."""
+        return tuple(sorted(self._neighbours.memory)) if self._neighbours is not None else ()
 
     def begin(self, order: BeginStaging, old_rows: Mapping[LayerRef, tuple[int, ...]]) -> None:
         """Copy a chunk. old_rows: live row of each of its layers."""
@@ -130,6 +153,12 @@ class Stager:
         self._queue.put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+
+    def _make_transfer(self) -> ChunkTransfer:
+        transports: list[Transport] = [LocalCopy(self._rank), GlooPeer(self._rank, self._ring, self._streams)]
+        if self._neighbours is not None:
+            transports.insert(1, PeerRead(self._rank, self._neighbours, self._streams))
+        return ChunkTransfer(self._rank, self._staging, transports, self._streams, self._clock)
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 

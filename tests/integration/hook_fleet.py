@@ -23,6 +23,7 @@ import torch
 from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
 from agent.frames import HEAD, Decoder, Welcome, encode, frame_lengths
 from agent.hook.hook import Hook, HookConfig
+from agent.transfer.memory_handles import allocate_shared
 from eplb_service import __version__
 from eplb_service.control import (
     Address,
@@ -82,7 +83,7 @@ def expert_tensors(layer: LayerRef, expert: int) -> dict[str, torch.Tensor]:
 class TinyEngine:
     """An `EnginePort` over plain tensors: strided storage, an empty tensor, a derived and a shared one among them."""
 
-    def __init__(self, description: EngineDescription, *, shared: float = 1.5) -> None:
+    def __init__(self, description: EngineDescription, *, shared: float = 1.5, readable: bool = False) -> None:
         self.description = description
         self.position = description.group_rank_ids.index(description.address.rank_id)
         self.version = 0
@@ -94,7 +95,9 @@ class TinyEngine:
         for layer in LAYERS:
             held = self.rows[layer][self.position * SLOTS : (self.position + 1) * SLOTS]
             named = [expert_tensors(layer, expert) for expert in held]
-            self.tensors[layer] = {name: SlotTensor(_strided([tensors[name] for tensors in named])) for name in named[0]}
+            self.tensors[layer] = {
+                name: SlotTensor(_strided([tensors[name] for tensors in named], readable=readable)) for name in named[0]
+            }
             self.tensors[layer]["bias"] = SlotTensor(torch.zeros(0))
             first = next(iter(self.tensors[layer]))
             self.tensors[layer]["derived"] = SlotTensor(self._derived(layer, first), TensorKind.DERIVED)
@@ -154,9 +157,14 @@ class TinyEngine:
         return wrong
 
 
-def _strided(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Slots as every second entry of a larger storage, with an offset: nothing may assume contiguous memory."""
+def _strided(tensors: list[torch.Tensor], *, readable: bool) -> torch.Tensor:
+    """Slots as every second entry of a larger storage, with an offset: nothing may assume contiguous memory.
+
+    readable: in memory that other processes can be let read.
+    """
     storage = torch.full((2 * len(tensors) + 1, *tensors[0].shape), -7.0).to(tensors[0].dtype)
+    if readable:
+        storage = allocate_shared(storage.nbytes).view(storage.dtype).view(storage.shape).copy_(storage)
     view = storage[1::2]
     for slot, tensor in enumerate(tensors):
         view[slot] = tensor
@@ -216,7 +224,8 @@ def rank_main(
     """Serve commands of the driver until it says close."""
     torch.set_num_threads(1)
     os.environ["EPLB_FAILPOINTS"] = failpoints
-    engine = TinyEngine(describe(position, num_ranks, port), shared=shared)
+    readable = config.get("same_node_copies") == "read"
+    engine = TinyEngine(describe(position, num_ranks, port), shared=shared, readable=readable)
     hook = Hook(engine, HookConfig(**config))
     hook.start()
     pipe.send(hook.status)
@@ -484,9 +493,9 @@ class Fleet:
         )
         return self.agent.answers(kind, chunk)
 
-    def roll_out(self, rows: Mapping[LayerRef, Sequence[int]]) -> dict[int, Flipped]:
+    def roll_out(self, rows: Mapping[LayerRef, Sequence[int]], **changes: Any) -> dict[int, Flipped]:
         """A whole chunk: stage, arm, step until it flipped everywhere."""
-        chunk = self.stage(rows)
+        chunk = self.stage(rows, **changes)
         self.expect(Staged, chunk)
         self.arm(chunk)
         self.expect(Armed, chunk)

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from eplb_service.control import Armed, Disarmed, Flipped, Live, RefusalCode, Refused, Staged
-from eplb_service.ids import chunk_id
+from eplb_service.control import Armed, Copy, Disarmed, Flipped, Live, RefusalCode, Refused, Staged
+from eplb_service.ids import RankId, chunk_id
 from eplb_service.placement import row_digest
 from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, NUM_LOGICAL, FakeAgent, Fleet, copies
 
@@ -165,3 +165,44 @@ def test_windows_cover_the_same_boundaries_on_all_ranks_and_count_every_token(fl
         assert table.layer_ids == (1, 4)
         assert table.counts.shape == (2, 2, NUM_LOGICAL)
         assert table.counts.tolist() == [[[4 * 2] * NUM_LOGICAL] * 2] * 2
+
+
+# ── ranks of a node that read one another's memory ───────────────────────────────────────────────────────────────────────
+
+BACK = (0, 1, 3, 2, 4, 5, 1, 0)
+PASSED_ON = (1, 4, 1, 3, 5, 0, 0, 2)
+
+
+def test_processes_of_a_node_read_experts_out_of_one_anothers_memory_chunk_after_chunk(
+    context: multiprocessing.context.ForkServerContext,
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="eplb") as folder:
+        fleet = Fleet(context, folder, config={"same_node_copies": "read"})
+        assert [status.reads_from for status in fleet.started] == [(20,), (10,), (40,), (30,)]
+        for row in (SWAPPED, BACK, SWAPPED):
+            fleet.roll_out({LAYERS[0]: row, LAYERS[1]: row})
+            fleet.check()
+        _an_expert_crosses_once_and_is_read_out_of_the_staging_of_a_neighbour(fleet)
+        _bytes_that_are_not_what_their_owner_loaded_are_refused_by_who_read_them(fleet)
+        assert max(fleet.close()) < 3.0
+
+
+def _an_expert_crosses_once_and_is_read_out_of_the_staging_of_a_neighbour(fleet: Fleet) -> None:
+    layer, (first, second) = LAYERS[1], (RankId(10), RankId(20))
+    across = Copy(layer=layer, expert=1, source_rank=RankId(30), source_slot=0, target_rank=first, target_slot=0)
+    on = Copy(layer=layer, expert=1, source_rank=first, source_slot=0, target_rank=second, target_slot=0, relay_of=0)
+    others = [copy for copy in copies(layer, SWAPPED, PASSED_ON, 4) if copy.expert != 1]
+    flipped = fleet.roll_out({layer: PASSED_ON}, copies=(across, on, *others))
+    assert set(flipped) == {10, 20, 30, 40}
+    fleet.check()
+
+
+def _bytes_that_are_not_what_their_owner_loaded_are_refused_by_who_read_them(fleet: Fleet) -> None:
+    layer = LAYERS[0]  # the first copy to rank 10 is read from rank 20
+    fleet.ask(1, "corrupt", layer, 0, 1.0)
+    row = (2, 4, 2, 3, 1, 5, 0, 1)
+    chunk = fleet.stage({layer: row})
+    refused: Refused = fleet.expect(Refused, chunk, 1)[10]
+    assert refused.code is RefusalCode.CHECKSUM
+    assert f"expert 2 of {layer} from rank 20 slot 0" in refused.reason
+    fleet.disarm(chunk)
