@@ -43,6 +43,7 @@ class DeploymentGauges:
     cross_node_bytes_per_s: float | None = None
     commit_stall_s: float | None = None
     last_question_age_s: float | None = None
+    engine_silent: bool | None = None
     forecast_used: str = LAST
     forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
@@ -118,6 +119,11 @@ class Metrics:
         self._question_age = self._gauge(
             "eplb_last_question_age_seconds", "Time since the engine of an advised deployment asked last.", by
         )
+        self._silent = self._gauge(
+            "eplb_engine_silent",
+            "1 while the engine of an advised deployment has not asked for several of its intervals; `eplb status` says more.",
+            by,
+        )
         self._moved_experts = self._counter("eplb_moved_experts", "Residencies moved by generations that became active.", by)
         self._moved_bytes = self._counter("eplb_moved_bytes", "Bytes that arrived at ranks, by kind of link.", [*by, "link"])
         self._solve_s = Histogram(
@@ -159,6 +165,7 @@ class Metrics:
         self._set_or_drop(self._horizon, (deployment,), gauges.horizon_steps)
         self._set_or_drop(self._stall, (deployment,), gauges.commit_stall_s)
         self._set_or_drop(self._question_age, (deployment,), gauges.last_question_age_s)
+        self._set_or_drop(self._silent, (deployment,), None if gauges.engine_silent is None else float(gauges.engine_silent))
         for link, rate in (("same_node", gauges.same_node_bytes_per_s), ("cross_node", gauges.cross_node_bytes_per_s)):
             self._set_or_drop(self._link_rate, (deployment, link), rate)
         for name in FORECASTS:

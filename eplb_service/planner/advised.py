@@ -29,12 +29,8 @@ from eplb_service.telemetry import DeploymentGauges
 from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refusal, Refused
 from eplb_service.window.windows import Windows
 
-SILENT_INTERVALS = 3.0
 FRESH_INTERVALS = 1.5
 """Intervals that a proposal may be old, where that is longer than `planning.proposal_ttl_s`: load comes once an interval."""
-
-SILENT_S = 30.0
-"""Without a question for so many of its intervals, and so many seconds, an engine is waited for."""
 
 _EVENTS = {
     Sight.FIRST: "engine.taken_up",
@@ -109,12 +105,11 @@ class AdvisedDeployment(Deployment):
             return "waiting", f"this planner does not lead: {self.leading.why_not}"
         if self.not_ours:
             return "waiting", self.not_ours
+        silence = self.questions.silence(self.context.clock.monotonic())
+        if silence:
+            return "waiting", silence
         if self.engine is None or not self.questions.times:
             return "waiting", "its engine has not asked yet, since this planner leads it"
-        silent_s = self.context.clock.monotonic() - self.questions.times[-1]
-        interval_s = self.questions.interval_s
-        if interval_s is not None and silent_s > max(SILENT_S, SILENT_INTERVALS * interval_s):
-            return "waiting", f"no question for {silent_s:.0f} s; the engine asked every {interval_s:.0f} s before"
         told = self.engine.told
         if told is not None and not told.times:
             return "rolling_out", f"generation {told.generation} is the answer to the next question"
@@ -149,9 +144,10 @@ class AdvisedDeployment(Deployment):
 
     def gauges(self) -> DeploymentGauges:
         """The state in numbers."""
-        times = self.questions.times
-        age_s = self.context.clock.monotonic() - times[-1] if times else None
-        return dataclasses.replace(super().gauges(), last_question_age_s=age_s)
+        times, now_s = self.questions.times, self.context.clock.monotonic()
+        silent = bool(self.questions.silence(now_s)) if self.leads and not self.not_ours else None
+        age_s = now_s - times[-1] if times else None
+        return dataclasses.replace(super().gauges(), last_question_age_s=age_s, engine_silent=silent)
 
     # ── from agents: none ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,6 +168,7 @@ class AdvisedDeployment(Deployment):
     def _take_over(self, epoch: Epoch) -> None:
         """Take up what the store says of the engine, and of a generation that it did not show yet."""
         self.not_ours = ""
+        self.questions.expected_since_s = self.context.clock.monotonic()
         if self.ledger.advised is None and self.ledger.live is not None:
             self.not_ours = f"the store knows {self.name} as a deployment of ranks that link: give the engine another name"
             self._log.error("deployment.not_advised", reason=self.not_ours)

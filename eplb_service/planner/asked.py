@@ -30,6 +30,15 @@ UNKNOWN_STEPS = "the engine does not say how many steps its load is of, so a gai
 
 INTERVALS_KEPT = 8
 
+SILENT_INTERVALS = 3.0
+SILENT_S = 30.0
+"""Without a question for so many of its intervals, and so many seconds, an engine is silent."""
+
+NEVER_ASKED_S = 900.0
+"""Without any question for so long, one whose interval is not known is silent: engines ask every few minutes at most."""
+
+WHY_SILENT = "it runs no steps (an idle engine asks nothing), it is gone, or its agent process cannot reach this planner"
+
 
 class QuestionWatch(LoadWatch):
     """Each question is one window of one sub-window, told by one rank for all."""
@@ -49,9 +58,11 @@ class Asked:
     """What people want to know of the questions.
 
     times: of the last ones, monotonic, oldest first. answers: by kind. told: generation that is under way, 0 = none.
+    expected_since_s: when this planner began to lead, monotonic: what was asked before, or of others, is not missed.
     """
 
     engine: str = ""
+    expected_since_s: float | None = None
     times: deque[float] = field(default_factory=lambda: deque(maxlen=INTERVALS_KEPT + 1))
     answers: Counter[str] = field(default_factory=Counter)
     last_reason: str = ""
@@ -61,6 +72,19 @@ class Asked:
     def interval_s(self) -> float | None:
         """Mean time between the last questions; None while there was one at most."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1) if len(self.times) > 1 else None
+
+    def silence(self, now_s: float) -> str:
+        """Why the engine should have asked by now, one sentence; empty = nothing is missed. now_s: monotonic.
+
+        >>> Asked(times=deque([0.0, 60.0, 120.0])).silence(301.0)[:53]
+        'no question for 181 s; the engine asked every 60 s be'
+        """
+        heard_s = max((time for time in (self.expected_since_s, *self.times) if time is not None), default=now_s)
+        silent_s, interval_s = now_s - heard_s, self.interval_s
+        if silent_s <= (NEVER_ASKED_S if interval_s is None else max(SILENT_S, SILENT_INTERVALS * interval_s)):
+            return ""
+        before = "" if interval_s is None else f"; the engine asked every {interval_s:.0f} s before"
+        return f"no question for {silent_s:.0f} s{before}: {WHY_SILENT}"
 
 
 def group_of(deployment: DeploymentId, asker: Asker) -> Group:

@@ -17,6 +17,7 @@ from eplb_service.generation_codec import decode_generation
 from eplb_service.ids import DeploymentId
 from eplb_service.pb.v1 import admin_pb2, placement_pb2
 from eplb_service.planner import documents
+from eplb_service.planner.advised import AdvisedDeployment
 from eplb_service.policy.base import PlanningProblem, Proposal
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
@@ -111,6 +112,38 @@ def test_engine_asks_is_told_follows_and_its_generation_is_recorded_and_judged()
             assert text.get_sample_value("eplb_questions_total", {"deployment": engine.deployment, "answer": "move"}) == 1
             by = {"deployment": engine.deployment}
             await until(lambda: text.get_sample_value("eplb_last_question_age_seconds", by) is not None, "the gauge to be set")
+
+    run(scenario())
+
+
+def test_engine_that_should_have_asked_by_now_is_seen_in_status_and_in_metrics() -> None:
+    """vllm#57883: a load balancer that silently does nothing any more, while the engine's health says 200."""
+
+    async def scenario() -> None:
+        async with planner(FlakyStore()) as (service, address), Engine(address) as engine:
+            by = {"deployment": engine.deployment}
+
+            def silent() -> float | None:
+                return service.metrics.registry.get_sample_value("eplb_engine_silent", by)
+
+            await engine.ask_often(engine.even(), 3)
+            await until(lambda: silent() == 0.0, "the gauge to say that the engine asks")
+            assert service.planner is not None
+            deployment = service.planner.deployment(engine.deployment)
+            assert isinstance(deployment, AdvisedDeployment)
+            asked = deployment.questions
+            for index, time in enumerate(list(asked.times)):  # as if the last three questions had come 90 s apart, long ago
+                asked.times[index] = time - 400.0 - 90.0 * (len(asked.times) - 1 - index)
+            asked.expected_since_s = None
+            view = await status(engine)
+            assert view.state == "waiting"
+            assert (
+                "the engine asked every 90 s before: it runs no steps (an idle engine asks nothing), it is gone" in view.reason
+            )
+            await until(lambda: silent() == 1.0, "the gauge to say that it does not")
+            await engine.ask(engine.even())
+            assert (await status(engine)).state == "ready"
+            await until(lambda: silent() == 0.0, "the gauge to say that it asks again")
 
     run(scenario())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -20,10 +21,12 @@ from agent.command import agent
 from agent.hook.config import VARIABLES
 from demo.ranks import ranks
 from eplb_service import __version__
+from eplb_service.cli.root import root
 from eplb_service.cli.serve import serve
 from eplb_service.config import ServeConfig, load_config
 from eplb_service.rpc.server import LIVENESS, SERVICE_NAMES
 from eplb_service.settings import settings_of
+from eplb_service.telemetry import DeploymentGauges, Metrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -292,6 +295,55 @@ def test_pods_with_a_read_only_root_write_only_below_their_volumes(objects: dict
     }
     for path in written_by(name, container):
         assert writable & set(PurePosixPath(path).parents), path  # below a mount: a mount's root may be another user's
+
+
+# ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ALERTS: list[dict[str, Any]] = [
+    rule for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yaml").read_text())["groups"] for rule in group["rules"]
+]
+
+
+def test_alerts_are_of_metrics_that_the_planner_has() -> None:
+    """A rule on a metric that nobody exports never fires."""
+    known: dict[str, set[str]] = {}
+    for family in Metrics("0").registry.collect():
+        known[family.name + ("_total" if family.type == "counter" else "")] = set()
+    assert {"eplb_engine_silent", "eplb_questions_total"} <= known.keys()
+    for rule in ALERTS:
+        named = set(re.findall(r"\beplb_\w+", rule["expr"]))
+        assert named, rule
+        assert named <= known.keys(), rule["expr"]
+
+
+def test_alerts_say_what_is_wrong_and_what_to_look_at() -> None:
+    manual = (DEPLOY / "README.md").read_text()
+    assert len({rule["alert"] for rule in ALERTS}) == len(ALERTS)
+    for rule in ALERTS:
+        assert re.fullmatch(r"\d+[smh]", rule["for"])
+        assert rule["labels"]["severity"] in {"warning", "critical"}
+        assert set(rule["annotations"]) == {"summary", "description"}
+        assert f"`{rule['alert']}`" in manual
+        for words in re.findall(r"`eplb ([^`]+)`", rule["annotations"]["description"]):
+            assert words.split()[0] in root.list_commands(click.Context(root)), words
+
+
+def test_engine_that_asks_no_more_sets_the_metric_of_its_alert_off() -> None:
+    """The expression is compared with what the planner exports, as Prometheus would do it."""
+    (rule,) = [rule for rule in ALERTS if rule["alert"] == "EplbEngineSilent"]
+    metric, operator, wanted = rule["expr"].split()
+    assert operator == "=="
+    metrics = Metrics("0")
+    quiet = DeploymentGauges(
+        imbalance_mean=None, imbalance_worst=None, window_coverage=None, rollout_age_s=0.0, rollout_stalled=False, ranks={},
+        agents=0, generation=0, epoch=1, leading=True,
+    )  # fmt: skip
+    fires = {}
+    for silent in (None, False, True):
+        metrics.state_changed("d", dataclasses.replace(quiet, engine_silent=silent))
+        value = metrics.registry.get_sample_value(metric, {"deployment": "d"})
+        fires[silent] = value is not None and value == float(wanted)
+    assert fires == {None: False, False: False, True: True}
 
 
 def test_variables_that_the_manual_gives_to_engines_are_the_hooks() -> None:
