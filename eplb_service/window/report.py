@@ -118,6 +118,7 @@ class Refusal(StrEnum):
     CONFLICTING_DUPLICATE = "conflicting_duplicate"
     LATE = "late"
     OUT_OF_ORDER = "out_of_order"
+    FAR_AHEAD = "far_ahead"
     BAD_BOUNDARIES = "bad_boundaries"
     MISSING_LAYER_ID = "missing_layer_id"
     WRONG_SHAPE = "wrong_shape"

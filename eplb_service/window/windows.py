@@ -4,8 +4,9 @@ Ranks of a group step in lock-step, so window k = step boundaries [kW, (k+1)W) o
 the ranks are added up by (group id, k). A report is idempotent by (rank, incarnation, group, k).
 
 A window *closes* when every rank of its group has reported it, or when the group is LATENESS_WINDOWS further. The group is as
-far as its second rank, so one rank that runs ahead closes nothing. A report for a closed window is late. Only closed windows
-are combined. Memory is bounded by windows and by bytes: the oldest window goes first, and what goes is counted.
+far as its second rank, so one rank that runs ahead closes nothing. A report for a closed window is late, and one that is far
+from all others is not believed by itself (`claims`). Only closed windows are combined. Memory is bounded by windows and by
+bytes: the oldest window goes first, and what goes is counted.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GroupId, Incarnation, RankId
+from eplb_service.window.claims import FAR_WINDOWS, Claims
 from eplb_service.window.combined import GroupWindow, combine_windows
 from eplb_service.window.report import (
     Accepted,
@@ -78,6 +80,7 @@ class Windows:
     _horizon: int = 0
     _group_id: GroupId | None = None
     _group_order: int = 0
+    _claims: Claims = field(default_factory=Claims)
 
     def __post_init__(self) -> None:
         if self.windows_max < 1 or self.bytes_max < 1:
@@ -133,7 +136,8 @@ class Windows:
         counts = extract_counts(report, expected)
         if isinstance(counts, Refused):
             return counts
-        refused = self._check_order(report, expected, counts) or self._check_against_window(report, counts)
+        refused = self._check_distance(report, expected)
+        refused = refused or self._check_order(report, expected, counts) or self._check_against_window(report, counts)
         if refused is not None:
             return refused
         self._enter_group(expected)
@@ -144,8 +148,37 @@ class Windows:
         if self._group_id != expected.group_id:
             for window in self._windows.values():
                 window.is_closed = True
-            self._group_id, self._horizon = expected.group_id, 0
+            self._group_id, self._horizon, self._claims = expected.group_id, 0, Claims()
             self._group_order += 1
+
+    def _check_distance(self, report: LoadReport, expected: Expected) -> Refused | None:
+        """A window far from where the group is: believed, and the group with it, once enough ranks say the same."""
+        k, reached = report.window_index, self._progress(expected)
+        if self._group_id != expected.group_id or reached is None or not self._claims.is_far(k, reached):
+            return None
+        believed = self._claims.is_believed(report.rank_id, k, reached, len(expected.incarnations))
+        if k > reached and not believed:
+            return Refused(
+                reason=Refusal.FAR_AHEAD,
+                sentence=f"window {k} of rank {report.rank_id} is {k - reached} windows ahead of its group, which is at"
+                f" {reached}; more than {FAR_WINDOWS} are believed once another rank reports the same",
+            )
+        if k < reached and believed:
+            self._go_back(expected, k)
+        return None
+
+    def _go_back(self, expected: Expected, k: int) -> None:
+        """Most ranks are at window k: what was taken of windows far beyond was a mistake."""
+        beyond = k + FAR_WINDOWS
+        self._ranks = {
+            rank: state
+            for rank, state in self._ranks.items()
+            if state.group_id != expected.group_id or state.last_index <= beyond
+        }
+        kept = {key: window for key, window in self._windows.items() if key[0] != expected.group_id or key[1] <= beyond}
+        self.counters["windows_dropped"] += len(self._windows) - len(kept)
+        self._windows = kept
+        self._horizon = min(self._horizon, max(0, k - LATENESS_WINDOWS + 1))
 
     def _check_order(self, report: LoadReport, expected: Expected, counts: Mapping[TableShape, CountArray]) -> Refused | None:
         """Duplicate, late, out of order."""
@@ -213,6 +246,7 @@ class Windows:
                 shapes=tuple(counts),
             )
         alarms = one_layer_alarm(report, counts) | window.add(report, counts)
+        self._claims.forget(report.rank_id)
         self._ranks[report.rank_id] = _Rank(report.incarnation, report.group_id, report.window_index)
         self._ranks = {rank: state for rank, state in self._ranks.items() if rank in expected.incarnations}
         closed = self._close(report, expected, window)
@@ -221,7 +255,7 @@ class Windows:
 
     def _close(self, report: LoadReport, expected: Expected, window: GroupWindow) -> tuple[tuple[GroupId, int], ...]:
         """Close the report's window if it is complete, and those too old to wait for."""
-        self._horizon = max(self._horizon, self._progress(expected) - LATENESS_WINDOWS + 1)
+        self._horizon = max(self._horizon, (self._progress(expected) or 0) - LATENESS_WINDOWS + 1)
         closed = []
         for other in self._in_order():
             complete = other is window and set(expected.incarnations) <= set(other.reports)
@@ -231,9 +265,14 @@ class Windows:
                 closed.append((other.group_id, other.window_index))
         return tuple(closed)
 
-    def _progress(self, expected: Expected) -> int:
-        """How far the group is: the window of its second rank, or of its first when it has or heard no more than that."""
+    def _progress(self, expected: Expected) -> int | None:
+        """How far the group is: the window of its second rank, or of its first when it has or heard no more than that.
+
+        None while no rank of it was heard.
+        """
         latest = sorted(state.last_index for state in self._ranks.values() if state.group_id == expected.group_id)
+        if not latest:
+            return None
         return latest[-2] if len(latest) > 1 and len(expected.incarnations) > 2 else latest[-1]
 
     def _bound(self) -> None:
