@@ -7,10 +7,10 @@ shows what is in effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from eplb_service.control import PLANNER_PORT
+from eplb_service.control import PLANNER_PORT, Throttle
 from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
 from eplb_service.forecast import Kind
@@ -26,6 +26,8 @@ DEFAULT_METRICS_PORT = 7471
 MODES = ("observe", "auto", "pinned")
 EMBEDDED = "embedded"
 FORECASTS = ("auto", "off", *Kind)
+BYTES_PER_S_MIN = 1e6
+"""Slower than this a chunk would be under way for so long that nothing is ever balanced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +207,9 @@ class RolloutConfig:
     backoff_max_s: float = setting(30.0, "longest pause after an aborted chunk", unit="s", above=0.0)
     tries_max: int = setting(4, "tries of a chunk before the generation is stopped", low=1, high=100)
     layers_per_chunk_max: int | None = setting(None, "most layers in a chunk; as staging allows if not given", kind=int, low=1)
-    rank_silence_s: float = setting(10.0, "silence after which a rank is shown as away, and another fleet may take its place", unit="s", above=0.0)
+    rank_silence_s: float = setting(
+        10.0, "silence after which a rank is shown as away, and another fleet may take its place", unit="s", above=0.0
+    )
     resume_age_s: float = setting(600.0, "a rollout begun longer ago is not resumed by a new leader", unit="s", low=0.0)
 
     def settings(self) -> RolloutSettings:
@@ -217,6 +221,25 @@ class RolloutConfig:
                 if part.name not in ("rank_silence_s", "resume_age_s")
             }
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferSettings:
+    """How fast the weights of a rollout may travel; see `control.Throttle`. Deadlines of staging allow for it."""
+
+    bytes_per_s: float = setting(0.0, "most bytes that a rank sends in a second; 0: no limit", unit="bytes/s", low=0.0)
+    time_share: float = setting(1.0, "most of its time that a rank sends in", low=0.01, high=1.0)
+
+    def __post_init__(self) -> None:
+        if 0 < self.bytes_per_s < BYTES_PER_S_MIN:
+            raise InvalidInputError(
+                f"setting transfer.bytes_per_s is {self.bytes_per_s:g}: use at least {BYTES_PER_S_MIN:g} bytes/s (an expert of"
+                " 44 MB then takes 44 s), or 0 for no limit"
+            )
+
+    def throttle(self) -> Throttle:
+        """For every `Stage`."""
+        return Throttle(bytes_per_s=self.bytes_per_s, time_share=self.time_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,6 +284,7 @@ class ServeConfig:
     cost: CostSettings = field(default_factory=CostSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    transfer: TransferSettings = field(default_factory=TransferSettings)
     solver: SolverSettings = field(default_factory=SolverSettings)
     limits: LimitSettings = field(default_factory=LimitSettings)
     log: LogSettings = field(default_factory=LogSettings)
@@ -271,7 +295,12 @@ class ServeConfig:
 
     def given_costs(self) -> GivenCosts:
         """For `costs.cost_model`."""
-        return GivenCosts(**{part.name: getattr(self.cost, part.name) for part in fields(CostSettings)})
+        given = {part.name: getattr(self.cost, part.name) for part in fields(CostSettings)}
+        return GivenCosts(**given, throttle=self.transfer.throttle())
+
+    def rollout_settings(self) -> RolloutSettings:
+        """For `Rollout`."""
+        return replace(self.rollout.settings(), throttle=self.transfer.throttle())
 
     def validation_config(self) -> ValidationConfig:
         """For `validation.judge`."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from eplb_service.control import NO_THROTTLE, Throttle
 from eplb_service.errors import InvalidInputError
 from eplb_service.moves import MoveSummary
 from eplb_service.topology import LinkKind
@@ -149,7 +150,7 @@ def price(cost: CostModel, moves: Sequence[MoveSummary], *, num_flips: int, repl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCosts:
-    """What an operator gave (see `CostModel`); None = measure it."""
+    """What an operator gave (see `CostModel`); None = measure it. throttle: how fast ranks may send weights."""
 
     seconds_per_step: float | None = None
     horizon_steps: float | None = None
@@ -158,6 +159,7 @@ class GivenCosts:
     commit_stall_s: float | None = None
     copy_interference: float | None = None
     replica_s_per_gib: float = 0.0
+    throttle: Throttle = NO_THROTTLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,11 +193,13 @@ def cost_model(
         seconds, origins["seconds_per_step"] = measured.seconds_per_token * tokens_per_step, Origin.MEASURED
     if seconds is None or not 0 < seconds < float("inf"):
         return None
+    # A throttle makes copies last longer and hinders serving less, alike: what an unmeasured copy costs stays the same.
+    slowed = given.throttle.time_share * min(1.0, (given.throttle.bytes_per_s or ASSUMED_BYTES_PER_S) / ASSUMED_BYTES_PER_S)
     assumed = {
         "horizon_steps": max(1.0, steps_planned_from),
-        "bytes_per_s": ASSUMED_BYTES_PER_S,
+        "bytes_per_s": ASSUMED_BYTES_PER_S * slowed,
         "commit_stall_s": ASSUMED_STALL_S,
-        "copy_interference": ASSUMED_INTERFERENCE,
+        "copy_interference": ASSUMED_INTERFERENCE * slowed,
     }
     values: dict[str, float] = {}
     for name, fallback in assumed.items():

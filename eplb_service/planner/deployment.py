@@ -145,7 +145,7 @@ class Deployment:
     def _take_over(self, epoch: Epoch) -> None:
         """Go on from what the ledger says: what the leader before did not finish, and what is live."""
         self.outcomes.begin(self.ledger.unfinished())
-        settings, first_sequence = self.context.config.rollout.settings(), drawn_sequence(self.context.new_id())
+        settings, first_sequence = self.context.config.rollout_settings(), drawn_sequence(self.context.new_id())
         self.carrier.lead(epoch, settings, first_sequence=first_sequence)
 
     def _remember(self) -> None:

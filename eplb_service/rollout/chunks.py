@@ -24,6 +24,7 @@ from eplb_service.node_entries import NodeEntries
 from eplb_service.placement import EMPTY_SLOT, Int32Array, Placement, Table
 from eplb_service.replica_shares import as_values
 from eplb_service.rollout.copies import WantedLayer, plan_copies
+from eplb_service.rollout.traffic import Traffic, traffic_of
 from eplb_service.topology import Topology
 
 
@@ -31,12 +32,13 @@ from eplb_service.topology import Topology
 class PlannedChunk:
     """Layers that flip together, and the copies that fill their slots.
 
-    staged_bytes: bytes that each rank stages, in column order: all that ends there, passed on or not.
+    staged_bytes: bytes that each rank stages, in column order: all that ends there, passed on or not. traffic: of the copies.
     """
 
     layers: tuple[LayerChange, ...]
     copies: tuple[Copy, ...]
     staged_bytes: tuple[int, ...]
+    traffic: Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +87,12 @@ def plan_chunks(
         else:
             groups.append([layer])
             filled.append(list(layer.staged_bytes))
-    return tuple(
-        PlannedChunk(
-            tuple(layer.change for layer in group),
-            plan_copies([layer.wanted for layer in group], topology, fan_out=fan_out),
-            tuple(staged),
-        )
-        for group, staged in zip(groups, filled, strict=True)
-    )
+    chunks = []
+    for group, staged in zip(groups, filled, strict=True):
+        copies = plan_copies([layer.wanted for layer in group], topology, fan_out=fan_out)
+        traffic = traffic_of(copies, topology, expert_bytes)
+        chunks.append(PlannedChunk(tuple(layer.change for layer in group), copies, tuple(staged), traffic))
+    return tuple(chunks)
 
 
 def _check_shapes(live: Placement, target: Placement, topology: Topology) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from eplb_service.control import FromRank, ToRank
+from eplb_service.control import NO_THROTTLE, FromRank, Throttle, ToRank
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import GroupLost, GroupReady, RankAttached, RankDetached
@@ -227,7 +227,8 @@ Effect = Send | Persist | LiveChanged | Progress | Finished | Alarm | AlarmClear
 class RolloutSettings:
     """Deadlines and tries. All in seconds on the planner's monotonic clock.
 
-    stage_timeout_s, arm_ttl_s: given to the ranks with every Stage. slowest_step_s: the longest step that is still healthy.
+    stage_timeout_s: longest time to stage a chunk at full speed. throttle: how fast ranks may send; staging gets the more time.
+    arm_ttl_s: given to the ranks with every Stage. slowest_step_s: the longest step that is still healthy.
     hold_timeout_s: how long a chunk may wait for ranks that are away, or that serve another weights version.
     answer_slack_s: added to every deadline for messages and queues.
     """
@@ -245,6 +246,11 @@ class RolloutSettings:
     backoff_max_s: float = 30.0
     tries_max: int = 4
     layers_per_chunk_max: int | None = None
+    throttle: Throttle = NO_THROTTLE
+
+    def stage_seconds(self, bytes_in_a_row: int) -> float:
+        """Longest time to stage a chunk (`Traffic.bytes_in_a_row`) as slowly as the throttle asks for."""
+        return self.throttle.seconds(bytes_in_a_row, unthrottled_s=self.stage_timeout_s)
 
     def arm_timeout_s(self, vote_period: int) -> float:
         """How long to wait for Flipped before withdrawing: longer than the rank's own time to live plus two votes."""

@@ -105,11 +105,9 @@ class OpenChunk:
         self.deadline_s = 0.0
         self.stalled = False
         self.last_error = ""
-        self._epoch = epoch
-        self._mesh_id = mesh_id
-        self._weights_version = weights_version
-        self._group = group
-        self._settings = settings
+        self._epoch, self._mesh_id, self._weights_version = epoch, mesh_id, weights_version
+        self._group, self._settings = group, settings
+        self._stage_seconds = settings.stage_seconds(plan.traffic.bytes_in_a_row)
         self._staged: set[RankId] = set()
         self._committed: set[RankId] = set()
         self._disarmed: set[RankId] = set()
@@ -156,7 +154,7 @@ class OpenChunk:
         """Give it to every rank."""
         self._effects = []
         self._send_all(self._stage)
-        self._enter(RolloutState.STAGING, now, self._settings.stage_timeout_s + self._settings.answer_slack_s)
+        self._enter(RolloutState.STAGING, now, self._stage_seconds + self._settings.answer_slack_s)
         return self._effects
 
     def answered(self, message: ChunkAnswer, away: frozenset[RankId], now: float) -> list[Effect] | None:
@@ -355,8 +353,9 @@ class OpenChunk:
             mesh_id=self._mesh_id,
             layers=self.plan.layers,
             copies=self.plan.copies,
-            stage_timeout_s=self._settings.stage_timeout_s,
+            stage_timeout_s=self._stage_seconds,
             arm_ttl_s=self._settings.arm_ttl_s,
+            throttle=self._settings.throttle,
         )
 
     def _disarm(self, to: Address) -> Disarm:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from eplb_service.config import ServeConfig, load_config
+from eplb_service.control import Throttle
 from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
 from eplb_service.gate import GateConfig
@@ -60,6 +61,28 @@ def test_default_gate_is_that_of_the_gate_module() -> None:
 
 def test_default_rollout_is_that_of_the_rollout_module() -> None:
     assert load_config().config.rollout.settings() == RolloutSettings()
+
+
+def test_a_throttle_reaches_the_ranks_and_the_price_of_moves() -> None:
+    assert load_config().config.rollout_settings() == RolloutSettings()
+    config = load_config(flags={"transfer.bytes_per_s": "2e8", "transfer.time_share": "0.25"}).config
+    assert config.rollout_settings() == RolloutSettings(throttle=Throttle(bytes_per_s=2e8, time_share=0.25))
+    assert config.given_costs() == GivenCosts(throttle=Throttle(bytes_per_s=2e8, time_share=0.25))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("transfer.bytes_per_s", "5e5", "setting transfer.bytes_per_s is 500000: use at least 1e+06 bytes/s"),
+        ("transfer.bytes_per_s", "-1", "use at least 0 bytes/s"),
+        ("transfer.time_share", "0", "use at least 0.01 and at most 1"),
+        ("transfer.time_share", "1.5", "use at least 0.01 and at most 1"),
+    ],
+)
+def test_a_throttle_that_would_never_end_is_refused_with_the_numbers(key: str, value: str, message: str) -> None:
+    with pytest.raises(InvalidInputError) as refusal:
+        load_config(flags={key: value})
+    assert message in str(refusal.value)
 
 
 def test_given_costs_reach_the_gate_and_the_others_are_left_to_be_measured() -> None:

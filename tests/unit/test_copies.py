@@ -15,6 +15,7 @@ from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, La
 from eplb_service.moves import residency_moves
 from eplb_service.placement import Placement, Table
 from eplb_service.rollout.chunks import PlannedChunk, plan_chunks
+from eplb_service.rollout.traffic import Traffic
 from eplb_service.topology import LinkKind, Topology
 
 SIZE = 10
@@ -204,6 +205,44 @@ def test_moves_are_priced_by_the_bytes_that_the_copies_carry(case: Case) -> None
         assert (priced.bytes_by_link, priced.bytes_without_source) == (by_link, 0)
         assert priced.bytes_into_busiest_rank == max(into_rank)
         assert priced.bytes_into_busiest_nic == (max(into_nic) if case.where.nics is not None else 0)
+
+
+@given(cases(), st.booleans())
+def test_traffic_of_a_chunk_is_that_of_its_copies_one_by_one(case: Case, fan_out: bool) -> None:
+    for chunk in case.chunks(fan_out=fan_out):
+        sent, passed_on, received, into_nics, out_of_nics = (Counter[int]() for _ in range(5))
+        for copy in chunk.copies:
+            source, target = case.where.position_of(copy.source_rank), case.where.position_of(copy.target_rank)
+            if source != target:
+                (passed_on if copy.is_relay else sent)[source] += SIZE
+                received[target] += SIZE
+            if case.where.nodes[source] != case.where.nodes[target]:
+                out_of_nics[case.where.nic_indices[source]] += SIZE
+                into_nics[case.where.nic_indices[target]] += SIZE
+        ranks, nics = range(case.where.num_ranks), range(case.where.num_nics)
+        assert chunk.traffic == Traffic(
+            by_link={kind: SIZE * sum(case.link(copy) is kind for copy in chunk.copies) for kind in LinkKind},
+            sent=tuple(sent[rank] for rank in ranks),
+            passed_on=tuple(passed_on[rank] for rank in ranks),
+            received=tuple(received[rank] for rank in ranks),
+            into_nics=tuple(into_nics[nic] for nic in nics),
+            out_of_nics=tuple(out_of_nics[nic] for nic in nics),
+        )
+
+
+@given(cases(), st.booleans())
+def test_ranks_that_send_at_the_allowed_rate_are_done_within_the_bytes_in_a_row(case: Case, fan_out: bool) -> None:
+    """Walk of all ranks: each sends from its slots in order, then passes on what has arrived; a byte takes a second."""
+    for chunk in case.chunks(fan_out=fan_out):
+        left_at, free_at = dict[int, int](), Counter[RankId]()
+        for relays in (False, True):
+            for index, copy in enumerate(chunk.copies):
+                if copy.is_relay is relays and copy.source_rank != copy.target_rank:
+                    ready = free_at[copy.source_rank]
+                    if copy.is_relay:
+                        ready = max(ready, left_at.get(copy.relay_of, 0))
+                    left_at[index] = free_at[copy.source_rank] = ready + SIZE
+        assert max(left_at.values(), default=0) <= chunk.traffic.bytes_in_a_row
 
 
 @given(cases())
