@@ -24,6 +24,7 @@ from eplb_service.generation import AS_LOADED
 from eplb_service.ids import LayerRef
 from eplb_service.placement import row_digest
 from eplb_service.replica_shares import as_array, as_values, even_shares
+from eplb_service.staging_memory import StagingMemory
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,7 @@ def _nic(description: EngineDescription, nics: tuple[str, ...]) -> str:
 
 def _staging_problem(shape: RankShape) -> str:
     """Staging must hold at least one layer of this rank."""
-    need = max(layer.slots * layer.expert_bytes for layer in shape.layers.values())
+    need = StagingMemory.of((layer.slots, layer.expert_bytes) for layer in shape.layers.values()).least
     if shape.staging_bytes < need:
         return f"staging of {shape.staging_bytes} bytes holds less than one layer of this rank ({need} bytes)"
     return ""

@@ -19,8 +19,7 @@ from agent.transfer.streams import Streams
 from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_of, word_tag
 from eplb_service.control import Copy
 from eplb_service.ids import LayerRef
-
-SEND_DEPTH = 2
+from eplb_service.staging_memory import SEND_DEPTH
 
 
 @dataclass(slots=True)

@@ -84,11 +84,7 @@ def facts_shown(plan: OfflinePlan, facts: PlanFacts) -> list[tuple[str, str]]:
     shown.append(("stopped", stop.reason))
     if facts.limits:
         shown.append(("limits", "; ".join(_limit(limit) for limit in facts.limits)))
-    if facts.redundant_experts > 0:
-        memory = (
-            f"; {bytes_text(facts.redundant_bytes_per_rank)} a rank over all layers" if facts.redundant_bytes_per_rank else ""
-        )
-        shown.append(("redundancy", f"{facts.redundant_experts} redundant experts a layer{memory}"))
+    shown += _memory(facts)
     if facts.off_node:
         shown.append(
             (
@@ -130,6 +126,20 @@ def _visits(before: NodeVisits, after: NodeVisits) -> str:
     if before.exact is not None and after.exact is not None:
         return f"{after.exact:.3f} a token and layer, before {before.exact:.3f}; {pairs}"
     return f"{after.least:.2f} to {after.most:.2f} a token and layer, before {before.least:.2f} to {before.most:.2f}; {pairs}"
+
+
+def _memory(facts: PlanFacts) -> list[tuple[str, str]]:
+    """What of a rank's memory the copies take, and what carrying experts takes beside them."""
+    shown = []
+    if facts.redundant_experts > 0:
+        size = (
+            f"; {bytes_text(facts.redundant_bytes_per_rank)} a rank over all layers" if facts.redundant_bytes_per_rank else ""
+        )
+        shown.append(("redundancy", f"{facts.redundant_experts} redundant experts a layer{size}"))
+    if facts.staging is not None:
+        least, sending = bytes_text(facts.staging.least), bytes_text(facts.staging.sending)
+        shown.append(("staging", f"{least} a rank at least, and {sending} to send from; pinned on the host as much again"))
+    return shown
 
 
 def _to_load(plan: OfflinePlan) -> str:

@@ -17,6 +17,7 @@ from eplb_service.policy.base import Effort, PlanningProblem, Proposal
 from eplb_service.policy.limits import limits_of
 from eplb_service.policy.plan_costs import off_node_replicas
 from eplb_service.policy.row_check import Changes
+from eplb_service.staging_memory import StagingMemory
 
 TARGET_TOLERANCE = 1e-9
 """Relative: a layer is at its target up to rounding."""
@@ -47,7 +48,8 @@ class PlanFacts:
 
     moves_per_layer: residencies moved. layers_over: ids of layers above the target; None = no target was given.
     redundant_experts: slots beyond E that hold something, most over layers. redundant_bytes_per_rank: memory of the copies
-    beyond one of each expert, over all layers, on the average rank. off_node: replicas off their group's node (where most of
+    beyond one of each expert, over all layers, on the average rank. staging: memory that a rank needs to carry this out; None =
+    bytes are not known. off_node: replicas off their group's node (where most of
     the group's are) per layer; () without soft groups. hops: where the tokens go under the dispatch, before and after; None =
     the fleet is one node. visits: what becomes of pairs of experts, before and after; None = they are not known.
     """
@@ -58,6 +60,7 @@ class PlanFacts:
     limits: tuple[LimitUse, ...]
     redundant_experts: int
     redundant_bytes_per_rank: int
+    staging: StagingMemory | None = None
     off_node: tuple[int, ...] = ()
     hops: tuple[TokenHops, TokenHops] | None = None
     visits: tuple[NodeVisits, NodeVisits] | None = None
@@ -86,6 +89,9 @@ def facts_of(problem: PlanningProblem, proposal: Proposal, choices: TokenChoices
         limits=_limits_used(problem, changes),
         redundant_experts=int(copies.max()),
         redundant_bytes_per_rank=int((copies.astype(object) * sizes).sum()) // len(problem.topology.alive_positions()),
+        staging=StagingMemory.of((problem.current.slots_per_rank, size) for size in problem.expert_bytes)
+        if problem.expert_bytes and any(problem.expert_bytes)
+        else None,
         off_node=tuple(off_node_replicas(proposal.placement.physical_to_logical, problem).tolist()) if soft else (),
         hops=_hops(problem, proposal) if problem.topology.num_nodes > 1 else None,
         visits=None

@@ -57,6 +57,9 @@ def plan_document(
             "experts_per_layer": facts.redundant_experts,
             "bytes_per_rank": facts.redundant_bytes_per_rank,
         },
+        "staging": None
+        if facts.staging is None
+        else {"least_bytes_per_rank": facts.staging.least, "sending_bytes_per_rank": facts.staging.sending},
         "off_node_replicas": list(facts.off_node) if facts.off_node else None,
         "tokens_by_link": None
         if facts.hops is None

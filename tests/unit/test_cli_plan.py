@@ -133,6 +133,7 @@ def test_page_says_target_stop_limits_redundancy_and_tokens(loads: Path, capsys:
     assert "--max-moves " in page
     assert " of 3; --max-move-bytes " in page
     assert "redundancy   4 redundant experts a layer; 3.0 MiB a rank over all layers" in page
+    assert "staging      5.0 MiB a rank at least, and 2.0 MiB to send from; pinned on the host as much again" in page
     assert "cross nodes, before " in plan(capsys, loads, "--nodes", "2", "--dispatch", "nearest")
     assert "worst layer: imbalance " in page
     met = plan(capsys, loads, "--max-imbalance", "5")

@@ -60,6 +60,8 @@ def test_output_has_the_documented_keys_and_plain_values() -> None:
     assert (output["policy"], output["moves_against"], output["dispatch"]) == ("greedy", "current", "even")
     assert (output["target"], output["limits"], output["resilience_cost"], output["front"]) == (None, [], None, [])
     assert output["redundancy"] == {"experts_per_layer": 2, "bytes_per_rank": 4 * 2 * 100 // 4}
+    assert output["staging"] == {"least_bytes_per_rank": 3 * 100, "sending_bytes_per_rank": 2 * 100}
+    assert plan_document(planned(nodes=2))["staging"] is None
     assert sum(output["tokens_by_link"]["planned"].values()) == pytest.approx(LOADS.sum())
     assert output["solve_s"] > 0
 
