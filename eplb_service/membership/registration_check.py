@@ -20,6 +20,8 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.errors import ConflictError, InvalidInputError, UnsupportedError
 
 _RANK_ID_MAX = 65535
+SLOTS_MAX = 1 << 26
+"""Slots of all layers of all ranks; a large deployment has two million."""
 
 
 def check_registration(registration: Registration, deployment: str) -> None:
@@ -66,7 +68,13 @@ def _check_protocol(registration: Registration) -> None:
 
 
 def _check_models(registration: Registration) -> None:
-    rank = registration.address.rank_id
+    rank, num_ranks = registration.address.rank_id, len(registration.group_rank_ids)
+    slots = sum(layer.slots for model in registration.models for layer in model.layers)
+    if slots * num_ranks > SLOTS_MAX:
+        raise InvalidInputError(
+            f"rank {rank} registers {slots} slots in all its layers: {slots * num_ranks} on {num_ranks} ranks, at most"
+            f" {SLOTS_MAX} can be planned for"
+        )
     names = [model.name for model in registration.models]
     if not names or len(set(names)) != len(names) or not all(names):
         raise InvalidInputError(f"rank {rank} registers the models {names}: name at least one, and each once")

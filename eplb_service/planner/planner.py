@@ -1,5 +1,5 @@
-"""All deployments of one planner process: found by name, made when their first rank registers, their engine asks, or the store
-knows them.
+"""All deployments of one planner process: found by name, made when a control stream speaks for a rank that registered, their
+engine asks, or the store knows them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from eplb_service.planner.advised import AdvisedDeployment
 from eplb_service.planner.answering import Answering
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.deployment import Deployment
+from eplb_service.planner.newcomers import Newcomers
 from eplb_service.planner.steering import Steering
 
 NAMES_SHOWN = 20
@@ -37,6 +38,7 @@ class Planner:
         """Where the store is, without secrets."""
         self.started_at_s = context.clock.monotonic()
         self._steerings: dict[DeploymentId, Steering] = {}
+        self._newcomers = Newcomers(context.config.limits.deployments)
         self._refuses = "this planner is starting: its policies are not warm yet"
         self._log = structlog.get_logger("eplb.planner")
 
@@ -47,8 +49,9 @@ class Planner:
 
     @property
     def deployments(self) -> tuple[Deployment, ...]:
-        """All deployments, by name."""
-        return tuple(self._steerings[name].deployment for name in sorted(self._steerings))
+        """All deployments, by name, those too that no control stream speaks for yet."""
+        found = [steering.deployment for steering in (*self._steerings.values(), *self._newcomers.steerings)]
+        return tuple(sorted(found, key=lambda deployment: deployment.name))
 
     async def start(self) -> None:
         """Lead every deployment that the store knows: their agents may be on their way back. Raises what the store raises."""
@@ -89,10 +92,22 @@ class Planner:
             steering.deployment.register(registration)
             return version
         self._check_room(name)
-        deployment = Deployment(name, self.context)
-        deployment.register(registration)  # one that is refused leaves nothing behind
-        self._appear(Steering(deployment))
+        now = self.context.clock.monotonic()
+        newcomer = self._newcomers.get(name, now) or Steering(Deployment(name, self.context))
+        newcomer.deployment.register(registration)  # one that is refused leaves nothing behind
+        left_out = self._newcomers.keep(newcomer, now)
+        if left_out is not None:
+            self._log.warning("deployment.left_out", deployment=left_out, limit=self.context.config.limits.deployments)
         return version
+
+    def attached(self, deployment: Deployment) -> None:
+        """A control stream speaks for a rank of this deployment. Raises ConflictError when it is one too many."""
+        if deployment.name in self._steerings:
+            return
+        self._check_room(deployment.name)
+        newcomer = self._newcomers.take(deployment.name)
+        if newcomer is not None and newcomer.deployment is deployment:
+            self._appear(newcomer)
 
     async def ask(self, request: AdviceRequest) -> Advice:
         """An engine that moves its own weights asks what to do.
@@ -103,7 +118,7 @@ class Planner:
         if self._refuses:
             raise EnvironmentFault(self._refuses)
         name = request.deployment
-        steering = self._steerings.get(name)
+        steering = self._steerings.get(name) or self._newcomers.get(name, self.context.clock.monotonic())
         if steering is None:
             if len(request.rank_ids) > self.context.config.limits.ranks:
                 raise ConflictError(
@@ -120,7 +135,8 @@ class Planner:
 
     def steering(self, name: str) -> Steering:
         """Who steers a deployment. Raises NotFoundError naming those known."""
-        steering = self._steerings.get(DeploymentId(name))
+        known_name = DeploymentId(name)
+        steering = self._steerings.get(known_name) or self._newcomers.get(known_name, self.context.clock.monotonic())
         if steering is None:
             known = sorted(self._steerings)
             shown = ", ".join(known[:NAMES_SHOWN]) + (

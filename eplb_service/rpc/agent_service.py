@@ -94,6 +94,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         why = "the agent process closed its stream"
         try:
             deployment.receive(link, attach)
+            self._planner.attached(deployment)
             reader = asyncio.create_task(self._read(request_iterator, deployment, link), name=f"control of {link.peer}")
             while (message := await link.next()) is not None:
                 yield to_rank_to_pb(message)

@@ -204,6 +204,10 @@ def test_a_rank_of_the_release_before_shares_joins_unless_its_dispatch_is_weight
         ({"node": ""}, "names no node"),
         ({"deployment": DeploymentId("other")}, "registers for 'other', not 'chat'"),
         ({"staging_bytes": -1}, "staging_bytes -1"),
+        (
+            {"models": (model(layers=layers(2, slots=1 << 30)),)},
+            "registers 2147483648 slots in all its layers: 4294967296 on 2 ranks, at most 67108864",
+        ),
     ],
 )
 def test_a_registration_that_cannot_be_used_says_why(changes: dict[str, object], said: str) -> None:
