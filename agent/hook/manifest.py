@@ -24,19 +24,32 @@ from eplb_service.ids import LayerRef
 Tensors = Mapping[LayerRef, Mapping[str, SlotTensor]]
 
 
+def layer_manifest(tensors: Mapping[str, SlotTensor]) -> dict[str, str]:
+    """What each tensor of a layer is, in words that are equal on all ranks: type, shape without the slot axis, kind, layout.
+
+    >>> layer_manifest({"scale": SlotTensor(torch.zeros(4, 2))})
+    {'scale': 'float32 [2] expert linear'}
+    """
+    return {
+        name: f"{str(tensor.data.dtype).removeprefix('torch.')} {_slot_shape(tensor)} {tensor.kind.value} {tensor.layout}"
+        for name, tensor in sorted(tensors.items())
+    }
+
+
 def manifest_digest(model: EngineModel, tensors: Tensors) -> str:
-    """Hex BLAKE2b-16 of names, dtypes, shapes without the slot axis, kinds and layouts of every tensor, by layer."""
-    layers = [
-        [
-            info.layer_id,
-            [
-                [name, str(tensor.data.dtype), list(_slot_shape(tensor)), tensor.kind.value, tensor.layout]
-                for name, tensor in sorted(tensors[LayerRef(model.name, info.layer_id)].items())
-            ],
-        ]
-        for info in model.layers
-    ]
-    return hashlib.blake2b(json.dumps(layers, separators=(",", ":")).encode(), digest_size=16).hexdigest()
+    """Hex BLAKE2b-16 of the manifests of all layers of a model."""
+    layers = [[info.layer_id, layer_manifest(tensors[LayerRef(model.name, info.layer_id)])] for info in model.layers]
+    return _digest(layers)
+
+
+def manifest_facts(tensors: Tensors) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Digest of each layer's manifest by a readable name, and by the same name what it is the digest of."""
+    manifests = {f"tensors of layer {layer}": layer_manifest(tensors[layer]) for layer in sorted(tensors)}
+    return {name: _digest(manifest) for name, manifest in manifests.items()}, manifests
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, separators=(",", ":")).encode(), digest_size=16).hexdigest()
 
 
 def settled(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
@@ -52,9 +65,11 @@ def settled(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
     }
 
 
-def _slot_shape(tensor: SlotTensor) -> tuple[int, ...]:
-    shape = tuple(tensor.data.shape)
-    return shape if tensor.kind is TensorKind.SHARED else shape[1:]
+def _slot_shape(tensor: SlotTensor) -> str:
+    """Shape without the slot axis; `1x3` = an axis of 3 that is stored once (stride 0)."""
+    first = 0 if tensor.kind is TensorKind.SHARED else 1
+    axes = list(zip(tensor.data.shape, tensor.data.stride(), strict=True))[first:]
+    return f"[{', '.join(f'1x{size}' if stride == 0 and size > 1 else str(size) for size, stride in axes)}]"
 
 
 def shared_facts(tensors: Tensors) -> dict[str, str]:

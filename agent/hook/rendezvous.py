@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 
 from agent.engine.port import EngineDescription
 from agent.transfer.gloo import Store, first_line, prefixed, tcp_store
@@ -53,12 +54,25 @@ def _until_listening(host: str, port: int, until: float) -> None:
             return
 
 
-def compare(store: Store, description: EngineDescription, mine: Mapping[str, str], timeout_s: float) -> None:
+Parts = Mapping[str, Mapping[str, str]]
+
+
+def compare(
+    store: Store,
+    description: EngineDescription,
+    mine: Mapping[str, str],
+    timeout_s: float,
+    *,
+    parts: Parts = MappingProxyType({}),
+) -> None:
     """Prove that all ranks say the same of every name.
+
+    parts: what some names are made of. It is read from another rank only where the two differ, to say in which part.
 
     Raises ConflictError naming what differs and where, DeadlineError when a rank does not come.
     """
     me = description.address.rank_id
+    store.set(f"parts/{me}", json.dumps({name: dict(of) for name, of in parts.items()}, sort_keys=True))
     store.set(f"facts/{me}", json.dumps(dict(mine), sort_keys=True))
     for rank in description.group_rank_ids:
         try:
@@ -68,6 +82,17 @@ def compare(store: Store, description: EngineDescription, mine: Mapping[str, str
             raise DeadlineError(f"rank {rank} did not come to the hooks' rendezvous within {timeout_s:g} s") from error
         differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
         if differ:
-            pairs = "; ".join(f"{name}: {mine.get(name)} here, {theirs.get(name)} there" for name in differ[:4])
+            their_parts: Parts = json.loads(store.get(f"parts/{rank}")) if parts else {}
+            pairs = "; ".join(_difference(name, mine, theirs, parts, their_parts) for name in differ[:4])
             more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
             raise ConflictError(f"rank {me} and rank {rank} disagree about {pairs}{more}; all ranks must be equal in these")
+
+
+def _difference(name: str, mine: Mapping[str, str], theirs: Mapping[str, str], parts: Parts, their_parts: Parts) -> str:
+    """In which part, or by which value, two ranks differ in a name."""
+    if name not in parts or name not in their_parts:
+        return f"{name}: {mine.get(name)} here, {theirs.get(name)} there"
+    here, there = parts[name], their_parts[name]
+    differ = [part for part in sorted({*here, *there}) if here.get(part) != there.get(part)]
+    told = ", ".join(f"{part} is {here.get(part, 'missing')} here, {there.get(part, 'missing')} there" for part in differ[:3])
+    return f"{name}: {told}" + (f", {len(differ) - 3} more" if len(differ) > 3 else "")

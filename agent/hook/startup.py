@@ -12,7 +12,7 @@ import torch
 from agent.engine.port import EngineDescription, EnginePort, RoutingTables, SlotTensor, TensorKind
 from agent.hook import rendezvous
 from agent.hook.config import HookConfig
-from agent.hook.manifest import check_initial_row, check_layer, model_infos, settled, shared_facts
+from agent.hook.manifest import check_initial_row, check_layer, manifest_facts, model_infos, settled, shared_facts
 from agent.hook.routing import LayerTables, check_loaded, loaded_shares
 from agent.hook.stage_check import LayerShape, RankShape
 from agent.transfer.gloo import GlooGroup, Store, first_line, prefixed
@@ -172,10 +172,12 @@ def meet(facts: EngineFacts, config: HookConfig) -> Meeting:
     description = facts.description
     mine = {"it can move experts": "yes" if not facts.problem else facts.problem, **_shared_settings(facts, config)}
     mine |= shared_facts(facts.tensors)
+    digests, manifests = manifest_facts(facts.tensors)
+    mine |= digests
     store: Store | None = None
     try:
         store = rendezvous.open_store(description, config.rendezvous_timeout_s)
-        rendezvous.compare(store, description, mine, config.rendezvous_timeout_s)
+        rendezvous.compare(store, description, mine, config.rendezvous_timeout_s, parts=manifests)
         votes = GlooGroup(prefixed("vote", store), facts.position, len(description.group_rank_ids), config.rendezvous_timeout_s)
     except EplbError as error:
         return Meeting(store, None, str(error))
@@ -185,8 +187,7 @@ def meet(facts: EngineFacts, config: HookConfig) -> Meeting:
 
 
 def _shared_settings(facts: EngineFacts, config: HookConfig) -> dict[str, str]:
-    shared = {f"tensors of model {model.name}": model.manifest_digest for model in facts.models}
-    shared |= {f"digest of model {model.name}": model.digest for model in facts.models}
+    shared = {f"digest of model {model.name}": model.digest for model in facts.models}
     shared |= {f"row of layer {layer}": f"{live.digest:#x}" for layer, live in sorted(facts.live.items())}
     shared["vote period"] = str(config.vote_period)
     shared["same-node copies"] = config.same_node_copies
