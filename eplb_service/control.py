@@ -50,7 +50,8 @@ class LayerInfo:
 class ModelInfo:
     """One model of a deployment (target, drafter). digest: of its architecture and checkpoint identity; equal on all ranks.
 
-    manifest_digest: of names, dtypes, shapes (without the slot axis), kinds and layouts of every tensor of an expert, by layer.
+    manifest_digest: of names, dtypes, shapes (without the slot axis), kinds and layouts of every tensor of an expert, by layer;
+        where ranks differ, their hooks say in which tensor.
     """
 
     name: str
