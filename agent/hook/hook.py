@@ -27,7 +27,7 @@ from agent.transfer.gloo import first_line
 from agent.transfer.streams import streams_for
 from eplb_service import __version__
 from eplb_service.control import PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_OF_SHARES, Arm, Pulse, Registration, ToRank
-from eplb_service.errors import BrokenInvariantError, EnvironmentFault, InvalidInputError
+from eplb_service.errors import BrokenInvariantError, ConflictError, EnvironmentFault, InvalidInputError
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, LayerRef
 
@@ -104,8 +104,8 @@ class Hook:
                 self._stager = self._make_stager(meeting)
                 with self._streams.on_compute_stream():
                     self._stager.weights_written(self._streams.record())
-                self._stager.start(self._weights_version)
-            except EnvironmentFault as error:
+                self._stager.start(self._weights_version, {layer: live.row for layer, live in self._facts.live.items()})
+            except (EnvironmentFault, ConflictError) as error:
                 self._stager, problem = None, str(error)
         if meeting.votes is not None:
             self._voter = Voter(

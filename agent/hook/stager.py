@@ -17,6 +17,7 @@ import torch
 
 from agent.engine.port import SlotTensor
 from agent.hook.chunk_events import NO_CHUNK, BeginStaging, StagingDone, StagingFailed
+from agent.hook.loaded_check import Rows, check_loaded_slots
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
 from agent.transfer.checksum import slot_checksums
@@ -101,10 +102,11 @@ class Stager:
         """The engine's weights are complete once this event is reached: nothing of them is read before."""
         self._weights_ready = event
 
-    def start(self, weights_version: int) -> None:
-        """Meet the ranks of this node, compute the checksums of what was loaded, then start the thread.
+    def start(self, weights_version: int, rows: Rows) -> None:
+        """Meet the ranks of this node, compute the checksums of what was loaded and compare replicas, then start the thread.
 
-        Raises DeadlineError when a rank of the group does not say in time what memory it shares.
+        rows: what was loaded, by layer. Raises ConflictError when a slot does not hold what they say, DeadlineError when a rank
+        of the group does not say in time what memory it shares, or what it loaded.
         """
         if self._reads_neighbours and self._store is not None:
             handles = handles_for(self._weights.device)
@@ -115,6 +117,7 @@ class Stager:
                 logger.warning("hook.not_read: experts of rank %d are sent by it, not read from its memory: %s", rank, problem)
             self._transfer = self._make_transfer()
         self._compute_checksums(weights_version)
+        check_loaded_slots(self._store, self._shape, rows, self._checksums, self._rendezvous_timeout_s)
         self._thread.start()
 
     @property

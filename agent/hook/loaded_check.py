@@ -1,0 +1,75 @@
+"""Was every slot loaded with what its map says? Replicas of one expert must be equal to the last byte, on all ranks.
+
+A loader that fills only the slots that it thinks of as its own leaves redundant ones as they were allocated: the engine then
+serves garbage for a part of its tokens, without an error (vllm#37322). Moved on, it would become the only copy. So ranks
+compare what they loaded before anything may be moved; what differs leaves them observe-only, with the slots in the reason.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+from agent.hook.stage_check import RankShape
+from agent.transfer.gloo import Store
+from eplb_service.errors import ConflictError, DeadlineError
+from eplb_service.ids import LayerRef
+
+Rows = Mapping[LayerRef, Sequence[int]]
+Checksums = Mapping[LayerRef, Sequence[int]]
+
+SLOTS_SHOWN = 4
+
+
+def check_loaded_slots(store: Store | None, shape: RankShape, rows: Rows, checksums: Checksums, timeout_s: float) -> None:
+    """Compare all replicas of all experts as they were loaded; all ranks of the group come to the same result.
+
+    rows: what each layer's slots hold, by layer. checksums: of this rank's slots. store: of the group; None = it has one rank.
+    Raises ConflictError naming the slots, DeadlineError when a rank does not come.
+    """
+    by_rank: dict[int, Mapping[str, Sequence[int]]] = {}
+    mine = {str(layer): list(sums) for layer, sums in checksums.items()}
+    if store is None:
+        by_rank[shape.rank_id] = mine
+    else:
+        store.set(f"loaded/{shape.rank_id}", json.dumps(mine))
+        for rank in shape.group_rank_ids:
+            try:
+                store.wait([f"loaded/{rank}"], timedelta(seconds=timeout_s))
+                by_rank[rank] = json.loads(store.get(f"loaded/{rank}"))
+            except RuntimeError as error:
+                raise DeadlineError(f"rank {rank} did not say within {timeout_s:g} s what it loaded") from error
+    problem = unequal_replicas(shape.group_rank_ids, rows, by_rank)
+    if problem:
+        raise ConflictError(problem)
+
+
+def unequal_replicas(ranks: Sequence[int], rows: Rows, by_rank: Mapping[int, Mapping[str, Sequence[int]]]) -> str:
+    """Which slots hold other weights than most replicas of their expert, one sentence; empty = none.
+
+    by_rank: checksums of each rank's slots, by layer. An expert with one replica has nothing to be compared with.
+    """
+    odd: list[str] = []
+    for layer in sorted(rows):
+        held: defaultdict[int, list[tuple[str, int]]] = defaultdict(list)
+        entries = iter(rows[layer])
+        for rank in ranks:
+            for slot, value in enumerate(by_rank[rank][str(layer)]):
+                expert = next(entries)
+                if expert >= 0:
+                    held[expert].append((f"rank {rank} slot {slot}", value))
+        for expert, replicas in sorted(held.items()):
+            usual = Counter(value for _, value in replicas).most_common(1)[0]
+            if usual[1] < len(replicas):
+                others = [where for where, value in replicas if value != usual[0]]
+                first = next(where for where, value in replicas if value == usual[0])
+                odd.append(f"layer {layer} expert {expert}: {', '.join(others[:SLOTS_SHOWN])} unlike {first}")
+    if not odd:
+        return ""
+    more = f" and {len(odd) - SLOTS_SHOWN} more experts" if len(odd) > SLOTS_SHOWN else ""
+    return (
+        f"replicas do not hold the same weights ({'; '.join(odd[:SLOTS_SHOWN])}{more}): the engine has to load every slot that"
+        " its map names, redundant ones too"
+    )
