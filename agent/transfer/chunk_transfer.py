@@ -14,6 +14,7 @@ import torch
 from agent.transfer.checksum import checksum
 from agent.transfer.gloo import first_line
 from agent.transfer.mesh import GlooMesh
+from agent.transfer.pace import Pacer, Pressure
 from agent.transfer.staging import Staging
 from agent.transfer.streams import Streams
 from agent.transfer.transport import Held, LocalRank, StagedCopy, TransferError, Transit, Transport
@@ -23,7 +24,7 @@ from eplb_service.control import Copy, LinkBytes, RefusalCode, Stage
 class ChunkTransfer:
     """Carries the copies of chunks, one chunk at a time. Used by one worker thread; `mesh.abandon` by any.
 
-    transports: the first that carries a copy takes it.
+    transports: the first that carries a copy takes it. pressure: what the engine says of it, and what that did.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class ChunkTransfer:
         transports: Sequence[Transport],
         streams: Streams,
         clock: Callable[[], float],
+        pressure: Pressure | None = None,
     ) -> None:
         self._rank, self._staging, self._carriers, self._streams, self._clock = rank, staging, transports, streams, clock
+        self.pressure = pressure or Pressure()
 
     def run(self, stage: Stage, mesh: GlooMesh, deadline: float) -> tuple[list[StagedCopy], LinkBytes]:
         """Bring every copy that ends here into staging, verified.
@@ -63,22 +66,32 @@ class ChunkTransfer:
             if copy.target_rank == me:
                 arrivals[index] = StagedCopy(copy, self._staging.take(copy.layer), index)
                 self._transport_of(copy).expect(arrivals[index], transit)
+        pacer = Pacer(
+            stage.throttle, clock=self._clock, wait=transit.mesh.wait, deadline=transit.deadline, pressure=self.pressure
+        )
         leaving = [(index, copy) for index, copy in enumerate(stage.copies) if copy.source_rank == me]
         for index, copy in leaving:
             if not copy.is_relay:
                 held = Held(self._rank.checksums[copy.layer][copy.source_slot])
+                pacer.before_expert(self._leaving_bytes(copy))
                 self._transport_of(copy).give(index, copy, held, transit)
         taken: set[int] = set()
         for index, copy in leaving:
             if copy.is_relay:
                 first = arrivals[copy.relay_of]
                 self._take(first, taken, transit)
+                pacer.waited()
+                pacer.before_expert(self._leaving_bytes(copy))
                 self._transport_of(copy).give(index, copy, Held(first.expected, first), transit)
         for arrival in arrivals.values():
             self._take(arrival, taken, transit)
         for transport in self._carriers:
             transport.finish(transit)
         return list(arrivals.values())
+
+    def _leaving_bytes(self, copy: Copy) -> int:
+        """Bytes that go to another rank: none of a copy between slots of this one."""
+        return 0 if copy.target_rank == self._rank.rank_id else self._rank.layouts[copy.layer].expert_bytes
 
     def _take(self, arrival: StagedCopy, taken: set[int], transit: Transit) -> None:
         if arrival.index not in taken:

@@ -70,6 +70,10 @@ class GlooMesh:
         with contextlib.suppress(RuntimeError):
             self._store.set(_GIVEN_UP, "")
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for so long, or until it is abandoned: whether it is."""
+        return self._abandoned.wait(seconds)
+
     @property
     def is_abandoned(self) -> bool:
         """Whether it can carry nothing more."""

@@ -51,18 +51,21 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Pauses:
-    """How often, and how long in all, experts were held back because the engine reported pressure."""
+class Pressure:
+    """What the engine says of its pressure, and how often and how long in all that held experts back.
 
-    count: int = 0
-    seconds: float = 0.0
+    ask: whether it is under pressure now, called from the thread that sends; None = the engine says nothing.
+    """
+
+    ask: Callable[[], bool] | None = None
+    pauses: int = 0
+    paused_s: float = 0.0
 
 
 class Pacer:
     """Keeps the pace of one chunk on its worker thread.
 
     wait: waits so many seconds, or less when the chunk is withdrawn; then it returns True. deadline: the chunk's, on the clock.
-    under_pressure: the engine's word; None = it says nothing. pauses: counted on over chunks.
     """
 
     def __init__(
@@ -72,11 +75,9 @@ class Pacer:
         clock: Callable[[], float],
         wait: Callable[[float], bool],
         deadline: float,
-        under_pressure: Callable[[], bool] | None,
-        pauses: Pauses,
+        pressure: Pressure,
     ) -> None:
-        self._clock, self._wait, self._deadline = clock, wait, deadline
-        self._under_pressure, self._pauses = under_pressure, pauses
+        self._clock, self._wait, self._deadline, self._pressure = clock, wait, deadline, pressure
         self._pace = Pace(throttle, clock())
 
     def before_expert(self, num_bytes: int) -> None:
@@ -85,9 +86,13 @@ class Pacer:
         Raises RuntimeError when the chunk is withdrawn meanwhile, and when its deadline passes.
         """
         self._wait_until(self._pace.ready_at(num_bytes, self._clock()))
-        if self._under_pressure is not None and self._under_pressure():
-            self._pause(self._under_pressure)
+        if self._pressure.ask is not None and self._pressure.ask():
+            self._pause(self._pressure.ask)
         self._pace.left(self._clock(), num_bytes=num_bytes)
+
+    def waited(self) -> None:
+        """The time since the last expert left was spent waiting for others: no rest is owed for it."""
+        self._pace.left(self._clock(), num_bytes=0)
 
     def _wait_until(self, ready_s: float) -> None:
         while (now := self._clock()) < ready_s:
@@ -97,7 +102,7 @@ class Pacer:
 
     def _pause(self, under_pressure: Callable[[], bool]) -> None:
         began_s = self._clock()
-        self._pauses.count += 1
+        self._pressure.pauses += 1
         try:
             while under_pressure():
                 if (now := self._clock()) >= self._deadline:
@@ -106,7 +111,7 @@ class Pacer:
                     )
                 self._wait_or_end(min(POLL_S, self._deadline - now))
         finally:
-            self._pauses.seconds += self._clock() - began_s
+            self._pressure.paused_s += self._clock() - began_s
 
     def _wait_or_end(self, seconds: float) -> None:
         if self._wait(seconds):

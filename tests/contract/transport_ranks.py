@@ -25,7 +25,7 @@ from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
 from agent.transfer.streams import HostStreams, Streams
 from agent.transfer.transport import LocalRank, StagedCopy, Transport
-from eplb_service.control import Address, Copy, LinkBytes, Stage
+from eplb_service.control import NO_THROTTLE, Address, Copy, LinkBytes, Stage, Throttle
 from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, LayerRef, RankId
 from tests.mixed_experts import LAYERS, slot_tensors, wrong
 
@@ -145,6 +145,7 @@ class Group:
         *,
         timeout_s: float = WAIT_S,
         only: Sequence[int] | None = None,
+        throttle: Throttle = NO_THROTTLE,
     ) -> Mapping[int, Future[tuple[list[StagedCopy], LinkBytes]]]:
         """Let ranks (all) stage these copies."""
         deadline = time.monotonic() + timeout_s
@@ -154,7 +155,7 @@ class Group:
             rank = self.ranks[column]
             rank.staging.clear()
             try:
-                return rank.transfer.run(stage(copies), meshes[column], deadline)
+                return rank.transfer.run(stage(copies, throttle), meshes[column], deadline)
             except BaseException:
                 meshes[column].abandon()
                 rank.transfer.quiesce()
@@ -162,10 +163,10 @@ class Group:
 
         return {column: self.pool.submit(run, column) for column in columns}
 
-    def stage(self, copies: Sequence[Copy], meshes: Sequence[GlooMesh]) -> list[LinkBytes]:
+    def stage(self, copies: Sequence[Copy], meshes: Sequence[GlooMesh], *, throttle: Throttle = NO_THROTTLE) -> list[LinkBytes]:
         """Stage them on all ranks; everything must arrive, and be right. Returns what each received."""
         received = []
-        for column, done in self.begin(copies, meshes).items():
+        for column, done in self.begin(copies, meshes, throttle=throttle).items():
             staged, links = done.result(2 * WAIT_S)
             received.append(links)
             assert {entry.index for entry in staged} == {
@@ -182,9 +183,10 @@ class Group:
         self.pool.shutdown(wait=True)
 
 
-def stage(copies: Sequence[Copy]) -> Stage:
-    """A Stage of which only the copies count here."""
+def stage(copies: Sequence[Copy], throttle: Throttle = NO_THROTTLE) -> Stage:
+    """A Stage of which only the copies and the throttle count here."""
     values: dict[str, Any] = {"chunk_id": ChunkId(1), "generation": GenerationNumber(1), "mesh_id": ChunkId(1)}
+    values["throttle"] = throttle
     address = Address(RANK_IDS[0], Incarnation(1), GroupId(1))
     return Stage(to=address, weights_version=0, layers=(), copies=tuple(copies), stage_timeout_s=9, arm_ttl_s=9, **values)
 

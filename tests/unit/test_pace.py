@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.transfer.pace import POLL_S, Pacer, Pauses
+from agent.transfer.pace import POLL_S, Pacer, Pressure
 from eplb_service.control import NO_THROTTLE, Throttle
 
 ROUNDING = 1e-6
@@ -20,15 +20,14 @@ class Machine:
     def __init__(self, throttle: Throttle, *, deadline: float = 1e9, pressure: Sequence[tuple[float, float]] = ()) -> None:
         self.now = 0.0
         self.withdrawn_at = float("inf")
-        self.pauses = Pauses()
         asked: Callable[[], bool] = lambda: any(begin <= self.now < end for begin, end in pressure)  # noqa: E731
+        self.pressure = Pressure(asked if pressure else None)
         self.pacer = Pacer(
             throttle,
             clock=lambda: self.now,
             wait=self.wait,
             deadline=deadline,
-            under_pressure=asked if pressure else None,
-            pauses=self.pauses,
+            pressure=self.pressure,
         )
 
     def wait(self, seconds: float) -> bool:
@@ -49,6 +48,7 @@ class Machine:
 EXPERTS = st.lists(st.tuples(st.integers(1, 1000), st.floats(0.0, 5.0)), min_size=1, max_size=12)
 
 
+@settings(max_examples=50)
 @given(EXPERTS, st.floats(1.0, 1e4))
 def test_the_rate_holds_over_every_stretch_of_time(experts: list[tuple[int, float]], rate: float) -> None:
     left = Machine(Throttle(bytes_per_s=rate)).send(experts)
@@ -59,6 +59,7 @@ def test_the_rate_holds_over_every_stretch_of_time(experts: list[tuple[int, floa
             assert sent <= rate * (left[last] - since) * (1 + ROUNDING)
 
 
+@settings(max_examples=50)
 @given(EXPERTS, st.floats(1.0, 1e4))
 def test_a_link_that_is_slower_than_the_rate_is_not_held_back_twice(experts: list[tuple[int, float]], rate: float) -> None:
     machine = Machine(Throttle(bytes_per_s=rate))
@@ -67,6 +68,7 @@ def test_a_link_that_is_slower_than_the_rate_is_not_held_back_twice(experts: lis
     assert machine.now <= (slower + max(seconds for _, seconds in experts)) * (1 + ROUNDING)
 
 
+@settings(max_examples=50)
 @given(EXPERTS, st.floats(0.01, 1.0))
 def test_no_more_of_its_time_is_spent_than_its_share(experts: list[tuple[int, float]], share: float) -> None:
     machine = Machine(Throttle(time_share=share))
@@ -75,6 +77,7 @@ def test_no_more_of_its_time_is_spent_than_its_share(experts: list[tuple[int, fl
     assert busy == pytest.approx(share * left[-1], rel=1e-6, abs=1e-6)
 
 
+@settings(max_examples=50)
 @given(EXPERTS, st.floats(1.0, 1e4), st.floats(0.01, 1.0))
 def test_what_the_throttle_says_it_takes_is_never_exceeded(experts: list[tuple[int, float]], rate: float, share: float) -> None:
     throttle = Throttle(bytes_per_s=rate, time_share=share)
@@ -98,8 +101,8 @@ def test_under_pressure_nothing_leaves_until_it_is_over() -> None:
     left = machine.send([(1, 1.0), (1, 1.0), (1, 1.0)])
     assert left[0] == 0.0
     assert left[1:] == pytest.approx([3.0, 4.0], abs=2 * POLL_S)
-    assert machine.pauses.count == 1
-    assert machine.pauses.seconds == pytest.approx(2.0, abs=2 * POLL_S)
+    assert machine.pressure.pauses == 1
+    assert machine.pressure.paused_s == pytest.approx(2.0, abs=2 * POLL_S)
 
 
 def test_pressure_that_outlasts_the_chunk_ends_it_at_its_deadline_with_the_reason() -> None:
@@ -107,7 +110,7 @@ def test_pressure_that_outlasts_the_chunk_ends_it_at_its_deadline_with_the_reaso
     with pytest.raises(RuntimeError, match=r"reported pressure for 3 s, until the deadline of the chunk"):
         machine.send([(1, 1.0), (1, 1.0)])
     assert machine.now == pytest.approx(4.0)
-    assert machine.pauses.seconds == pytest.approx(3.0)
+    assert machine.pressure.paused_s == pytest.approx(3.0)
 
 
 def test_a_rate_that_the_deadline_does_not_allow_for_ends_the_chunk_there() -> None:
@@ -124,3 +127,12 @@ def test_a_chunk_that_is_withdrawn_is_not_waited_for(throttle: Throttle) -> None
     with pytest.raises(RuntimeError, match="withdrawn while it was held back"):
         machine.send([(100, 0.0)])
     assert machine.now == 0.5
+
+
+def test_time_that_is_spent_waiting_for_others_asks_for_no_rest() -> None:
+    machine = Machine(Throttle(time_share=0.5))
+    machine.send([(1, 1.0)])
+    machine.now += 100.0
+    machine.pacer.waited()
+    machine.now += 2.0
+    assert machine.send([(1, 0.0)]) == [105.0]
