@@ -12,8 +12,11 @@ PYTEST ?=
 BENCH ?=
 # Releases of engines: make test-engines ENGINES="--vllm 0.33.0 --sglang"
 ENGINES ?=
+# make sim SEEDS=100000; make sim MUTATIONS=1
+SEEDS ?= 5000
+MUTATIONS ?=
 
-.PHONY: help setup demo test test-long lint types imports unit test-engines proto check-proto bench-planner planning-page clean
+.PHONY: help setup demo test sim test-long lint types imports unit test-engines proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -50,6 +53,9 @@ ifeq ($(strip $(PYTEST)),)
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
+
+sim: $(STAMP)  ## simulated faults by seeds: make sim SEEDS=100000, or make sim MUTATIONS=1: each rule off, its violation searched
+	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(if $(MUTATIONS),--mutations)
 
 test-long: $(STAMP)  ## whole fleets whose parts are killed one after another, and a weighted one (about 5 minutes)
 	@$(BIN)/python -m pytest -m long tests/integration

@@ -5,126 +5,171 @@ from __future__ import annotations
 from collections import Counter
 
 from agent.hook.chunk_events import ChunkState
+from eplb_service.generation import LiveMap, as_loaded
 from eplb_service.rollout.events import Outcome, RolloutState
-from tests.sim.fleet import Fleet
-from tests.sim.planner import PlannerProcess, SimStore
-from tests.sim.world import ViolationError, World
+from tests.sim.checkers import Checkers
+from tests.sim.engine import Engine, Pace, layers_of
+from tests.sim.faults import FAULTS_S, Incident, incidents_of
+from tests.sim.model import Shape
+from tests.sim.network import FaultyNetwork
+from tests.sim.planner import PlannerProcess
+from tests.sim.staging import CopyFaults
+from tests.sim.store import SimStore, StoreClient
+from tests.sim.wires import AgentWires, StraightWires
+from tests.sim.world import Clock, ViolationError, World
 
-FAULTS_S = 14.0
 RESOLVED_WITHIN_S = 60.0
+SAVE_S = 2.5
 
 
 class Run:
-    """A deployment, its planners and its faults, all of one seed."""
+    """A deployment, its planners and its faults, all of one seed.
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    without: incidents left out. faulty_s: from when until when the network is faulty. Both only to make a failure smaller.
+    """
+
+    def __init__(
+        self, seed: int, *, without: frozenset[int] = frozenset(), faulty_s: tuple[float, float] = (0.0, FAULTS_S)
+    ) -> None:
+        self.seed, self.without, self.faulty_s = seed, without, faulty_s
         self.world = World(seed)
-        self.fleet = Fleet(self.world)
-        self.store = SimStore()
+        chance = self.world.chance("run")
+        self.checkers = Checkers(self.world)
+        self.world.after_event = self.checkers.settle
+        self.shape = Shape.drawn(chance, is_weighted=seed % 2 == 1)
+        self.network = FaultyNetwork(self.world, faulty_s)
+        self.store = SimStore(self.world)
+        pace = Pace(chance.choice([0.12, 0.25]), self.world.chance("steps"))
+        copies = CopyFaults(self.world.chance("copies"))
+        self.engine = Engine(self.world, self.shape, self.checkers, pace=pace, copy_faults=copies)
+        self.engine.map_to_boot = self._map_to_boot
         self.planners: list[PlannerProcess] = []
-        self._new_planner()
-        self.fleet.on_formed.append(self._forget)
-        chance = self.world.random
-        faults = [
-            self._take_over,
-            self._kill_planner,
-            self._lose_store,
-            self._crash_rank,
-            self._idle,
-            self._break_stream,
-            self._reload,
-        ]
-        for fault in chance.sample(faults, chance.randint(0, len(faults))):
-            for _ in range(chance.randint(1, 2)):
-                self.world.after(chance.uniform(0.5, FAULTS_S), fault)
+        self.engine.boot(as_loaded(self.shape.linear()))
+        through_agents = chance.random() < 0.6
+        self.wires: AgentWires | StraightWires = (
+            AgentWires(self.world, self.engine, self.network, self.planners)
+            if through_agents
+            else StraightWires(self.world, self.engine, self.network, self.planners)
+        )
+        self.engine.wires = self.wires
+        self.world.counts["through agent processes"] += through_agents
+        self._boots = self.world.chance("boots")
+        self.new_planner()
+        self.incidents = incidents_of(self.world.chance("incidents"))
+        for incident in self.incidents:
+            if incident.index not in without:
+                self.world.after(incident.at_s, lambda incident=incident: self._happen(incident))  # type: ignore[misc]
+        self._save()
 
     @property
     def leader(self) -> PlannerProcess:
+        """The newest planner process."""
         return self.planners[-1]
 
+    def new_planner(self) -> None:
+        """Another planner process starts; the ones before are not the newest any more."""
+        for planner in self.planners:
+            planner.is_current = False
+        name = f"P{len(self.planners) + 1}"
+        chance = self.world.chance(name)
+        clock = Clock(self.world, offset_s=1000 * chance.random(), rate=chance.choice([0.9, 1.0, 1.0, 1.1]))
+        planner = PlannerProcess(
+            self.world,
+            self.shape,
+            self.checkers,
+            self.store,
+            StoreClient(self.store, self.network, name),
+            self.wires,
+            name=name,
+            chance=chance,
+            clock=clock,
+        )
+        planner.on_end = lambda: self._planner_ended(planner)
+        self.planners.append(planner)
+        self.forget()
+        planner.start()
+
+    def forget(self) -> None:
+        """Numbers that store, planners and ranks all lost may be given again."""
+        known = [self.store.newest, *(planner.floor() for planner in self.planners if planner.is_alive)]
+        for rank in self.engine.ranks:
+            known += [rank.machine.ledger.generation_seen, *(live.generation for live in rank.routed.values())]
+        self.checkers.forget_numbers(max(known))
+
     def go(self) -> Counter[str]:
-        """Run it. Raises ViolationError with the trace, the seed and the command that replays it."""
+        """Run it. Raises ViolationError; what is wrong in the simulation itself comes as its cause."""
         try:
             self.world.run(FAULTS_S)
             self._calm()
+        except ViolationError:
+            raise
         except Exception as error:
-            trace = "\n".join(self.world.trace)
-            raise ViolationError(
-                f"{error}\n\n{trace}\n\nseed {self.seed} at {self.world.now:.3f} s: {error!r}\n"
-                f"replay: python -m tests.sim --seed {self.seed}"
-            ) from error
+            raise ViolationError(f"{type(error).__name__}: {error}") from error
         return self.world.counts
+
+    # ── what happens by itself ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _happen(self, incident: Incident) -> None:
+        if not self.world.is_calm:
+            incident.happen(self)
+
+    def _save(self) -> None:
+        self.store.save()
+        self.world.after(SAVE_S, self._save)
+
+    def _planner_ended(self, planner: PlannerProcess) -> None:
+        self.forget()
+        if isinstance(self.wires, AgentWires):
+            self.wires.planner_ended(planner)
+
+    def _map_to_boot(self) -> LiveMap:
+        """What rank 0 gets when it asks once: what a planner last held for live, what another rank had, or nothing."""
+        self.world.after(0.0, self.forget)
+        kind = self._boots.choice(["linear", "survivor", "planner"])
+        if kind == "planner":
+            for planner in reversed(self.planners):
+                if planner.is_alive and planner.rollout is not None and planner.rollout.live is not None:
+                    return planner.rollout.live
+        if kind == "linear":
+            return as_loaded(self.shape.linear())
+        layers = layers_of(self.engine.ranks[0])
+        return self.shape.live_map(layers)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _calm(self) -> None:
         """No more faults: the leader gets a generation through, all ranks are free, and weights follow the map."""
         self.world.is_calm = True
         self.world.note("── calm ──")
+        self.store.is_away = False
+        for rank in self.engine.ranks:
+            self.engine.resume(rank)
         if not self.leader.is_alive:
-            self._new_planner()
-        begun = len(self.leader.finished)
-        leader = self.leader
-
-        def is_resolved() -> bool:
-            done = any(finished.outcome is Outcome.ACTIVE for finished in leader.finished[begun:])
-            free = all(rank.machine.state is ChunkState.IDLE for rank in self.fleet.ranks)
-            return done and free and leader.rollout.state is RolloutState.IDLE and self.fleet.is_running
-
-        resolved = self.world.run(self.world.now + RESOLVED_WITHIN_S, is_resolved)
-        progress = leader.rollout.progress()
-        self.world.require(resolved, f"not resolved within {RESOLVED_WITHIN_S} s of calm: {progress}")
-        live = leader.rollout.live
-        for rank in self.fleet.ranks:
+            self.new_planner()
+        begun = {planner.name: len(planner.finished) for planner in self.planners}
+        until_s = self.world.now + RESOLVED_WITHIN_S
+        while (leader := self._resolved_by(begun)) is None:
+            if self.world.now >= until_s:
+                states = [
+                    f"{planner.name} {planner.rollout.progress() if planner.rollout is not None else 'does not lead'}"
+                    for planner in self.planners
+                    if planner.is_alive
+                ]
+                self.world.require(False, f"invariant 6: not resolved within {RESOLVED_WITHIN_S:g} s of calm: {states}")
+            self.world.run(self.world.now + 0.25)
+        self.checkers.check_all()
+        live = leader.rollout.live if leader.rollout is not None else None
+        for rank in self.engine.ranks:
             same = live is not None and rank.digest == live.digest
             self.world.require(same, f"rank {rank.address.rank_id} does not route by the leader's live map")
-        for rank in self.fleet.ranks:
-            self.fleet._check_weights(rank, self.fleet.rank_ids.index(rank.address.rank_id) * self.fleet.slots_per_rank)
 
-    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _new_planner(self) -> None:
+    def _resolved_by(self, begun: dict[str, int]) -> PlannerProcess | None:
+        """Who leads, once a generation of its went live since the calm began and every rank is free; else None."""
+        if not self.engine.is_running or any(rank.machine.state is not ChunkState.IDLE for rank in self.engine.ranks):
+            return None
         for planner in self.planners:
-            planner.is_current = False
-        self.planners.append(PlannerProcess(self.world, self.fleet, self.store, f"P{len(self.planners) + 1}"))
-        self._forget()
-
-    def _forget(self) -> None:
-        leader = self.leader
-        floor = leader.generation_floor() if leader.is_alive else 0
-        self.fleet.forget_generations(max(self.store.latest, floor))
-
-    def _take_over(self) -> None:
-        """Another planner leads while the old one lives on."""
-        self.world.counts["take-overs"] += 1
-        self._new_planner()
-
-    def _kill_planner(self) -> None:
-        self.world.counts["planners killed"] += 1
-        self.leader.die("killed")
-        self._forget()
-        self.world.after(self.world.random.uniform(0.1, 3.0), lambda: None if self.leader.is_alive else self._new_planner())
-
-    def _lose_store(self) -> None:
-        if self.leader.has_adopted:
-            self.world.counts["stores lost"] += 1
-            self.world.note("the store loses everything")
-            self.store.lose()
-            self._forget()
-
-    def _crash_rank(self) -> None:
-        self.fleet.crash()
-
-    def _idle(self) -> None:
-        self.fleet.idle_until_s = self.world.now + self.world.random.uniform(0.5, 5.0)
-
-    def _break_stream(self) -> None:
-        if self.leader.is_alive:
-            self.leader.break_stream()
-
-    def _reload(self) -> None:
-        """Weights change under us, on all ranks before the same step, while no vote is open."""
-        busy = (ChunkState.VOTING, ChunkState.COMMITTED, ChunkState.ARMED)
-        level = len({rank.boundary for rank in self.fleet.ranks}) == 1
-        if level and not any(rank.machine.state in busy for rank in self.fleet.ranks):
-            self.world.counts["reloads"] += 1
-            self.fleet.weights_version += 1
+            rollout = planner.rollout
+            if rollout is not None and planner.epoch == self.store.state.fence.epoch and rollout.state is RolloutState.IDLE:
+                finished = planner.finished[begun[planner.name] :]
+                return planner if any(end.outcome is Outcome.ACTIVE for end in finished) else None
+        return None
