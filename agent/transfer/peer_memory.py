@@ -49,7 +49,7 @@ def meet_neighbours(store: Store, rank: LocalRank, staging: Staging, handles: Me
     memory: dict[RankId, PeerMemory] = {}
     problems: dict[RankId, str] = {}
     for peer in rank.group_rank_ids:
-        exported = _read(store, f"memory/{peer}", peer, timeout_s)
+        exported = said_by(store, f"memory/{peer}", peer, timeout_s)
         if peer == rank.rank_id or node[peer] != node[rank.rank_id]:
             continue
         try:
@@ -60,12 +60,13 @@ def meet_neighbours(store: Store, rank: LocalRank, staging: Staging, handles: Me
     links = {
         (RankId(source), peer)
         for peer in rank.group_rank_ids
-        for source in json.loads(_read(store, f"reads/{peer}", peer, timeout_s))
+        for source in json.loads(said_by(store, f"reads/{peer}", peer, timeout_s))
     }
     return Neighbours(frozenset(links), memory, problems)
 
 
-def _read(store: Store, key: str, peer: RankId, timeout_s: float) -> str:
+def said_by(store: Store, key: str, peer: RankId, timeout_s: float) -> str:
+    """What a rank wrote under a key. Raises DeadlineError when it does not in time."""
     try:
         store.wait([key], timedelta(seconds=timeout_s))
         return store.get(key).decode()

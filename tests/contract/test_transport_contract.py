@@ -9,18 +9,21 @@ import pytest
 from agent.transfer.mesh import GlooMesh
 from agent.transfer.transport import TransferError
 from eplb_service.control import Copy, LinkBytes, RefusalCode
-from tests.contract.transport_ranks import RANK_IDS, SLOTS, Group, Kind, by_gloo, by_reading, copy
+from tests.contract.transport_ranks import RANK_IDS, SLOTS, Group, Kind, by_gloo, by_nixl, by_reading, copy
 from tests.mixed_experts import BF16, FP8, INT4, LAYERS
 
 KINDS = {
     "gloo": Kind(by_gloo, ("a", "a", "b")),
     "reads within a node": Kind(by_reading, ("a", "a", "a")),
     "reads within nodes, gloo across": Kind(by_reading, ("a", "b", "b")),
+    "nixl": Kind(by_nixl, ("a", "b", "c")),
 }
 
 
 @pytest.fixture(params=list(KINDS), scope="module")
 def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+    if request.param == "nixl":
+        pytest.importorskip("nixl._api", reason="the nixl package is not here")
     made = Group.make(KINDS[request.param])
     yield made
     made.close()

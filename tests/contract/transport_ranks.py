@@ -20,6 +20,7 @@ from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
 from agent.transfer.memory_handles import SharedHostHandles, allocate_shared
 from agent.transfer.mesh import GlooMesh
+from agent.transfer.nixl_read import NixlRead, make_agent, meet_agents
 from agent.transfer.peer_memory import meet_neighbours
 from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
@@ -98,6 +99,15 @@ def by_reading(rank: LocalRank, staging: Staging, streams: Streams, store: Store
     assert neighbours.problems == {}
     local, gloo = by_gloo(rank, staging, streams, store)
     return local, PeerRead(rank, neighbours, streams), gloo
+
+
+def by_nixl(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
+    """Over NIXL what lies as it is packed, the rest by gloo."""
+    agent = make_agent()
+    reachable = meet_agents(store, rank, staging, agent, WAIT_S)
+    assert reachable.problems == {}
+    local, gloo = by_gloo(rank, staging, streams, store)
+    return local, NixlRead(rank, reachable, agent, streams), gloo
 
 
 def in_shared_memory(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
