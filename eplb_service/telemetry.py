@@ -13,6 +13,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, start_http_server
 
+from eplb_service.drain import DrainState
 from eplb_service.errors import EnvironmentFault
 from eplb_service.forecast import LAST
 from eplb_service.forecast import NAMES as FORECASTS
@@ -44,6 +45,8 @@ class DeploymentGauges:
     commit_stall_s: float | None = None
     last_question_age_s: float | None = None
     engine_silent: bool | None = None
+    drained_ranks: Mapping[str, int] = field(default_factory=dict)
+    experts_alone_on_drained: int | None = None
     forecast_used: str = LAST
     forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
@@ -64,6 +67,14 @@ class Metrics:
         self._age = self._gauge("eplb_rollout_age_seconds", "Age of the rollout under way; 0 when there is none.", by)
         self._stalled = self._gauge("eplb_rollout_stalled", "1 when a rollout made no progress within its deadline.", by)
         self._ranks = self._gauge("eplb_ranks", "Ranks by state: live, away or gone.", [*by, "state"])
+        self._drained = self._gauge(
+            "eplb_drained_ranks", "Drained ranks by state: draining, safe_to_stop, absent or unknown.", [*by, "state"]
+        )
+        self._alone = self._gauge(
+            "eplb_drained_experts_alone",
+            "Experts, over all layers, that no rank that stays has: on the drained rank with the most of them.",
+            by,
+        )
         self._agents = self._gauge("eplb_agents", "Agent processes with an open control stream.", by)
         self._generation = self._gauge("eplb_generation", "Highest generation that is live on any layer; 0 = as loaded.", by)
         self._epoch = self._gauge("eplb_epoch", "Fencing number that this planner leads the deployment with.", by)
@@ -155,6 +166,9 @@ class Metrics:
         self._stalled.labels(deployment).set(float(gauges.rollout_stalled))
         for state in ("live", "away", "gone"):
             self._ranks.labels(deployment, state).set(gauges.ranks.get(state, 0))
+        for state in DrainState:
+            self._drained.labels(deployment, state.value).set(gauges.drained_ranks.get(state.value, 0))
+        self._set_or_drop(self._alone, (deployment,), gauges.experts_alone_on_drained)
         self._agents.labels(deployment).set(gauges.agents)
         self._generation.labels(deployment).set(gauges.generation)
         self._epoch.labels(deployment).set(gauges.epoch)

@@ -38,6 +38,8 @@ COMMANDS = {
     "plan": ("eplb_service.cli.plan:plan", "Plan from a file, or a dry run on a planner."),
     "rebalance": ("eplb_service.cli.steer:rebalance", "Plan and roll out now."),
     "rollback": ("eplb_service.cli.steer:rollback", "Restore the placement of an earlier generation."),
+    "drain": ("eplb_service.cli.drain:drain", "Move every expert off ranks that are to be stopped."),
+    "undrain": ("eplb_service.cli.drain:undrain", "Give drained ranks back to planning."),
     "pause": ("eplb_service.cli.steer:pause", "No new generations until resumed."),
     "resume": ("eplb_service.cli.steer:resume", "Undo pause."),
     "mode": ("eplb_service.cli.steer:mode", "Switch a deployment between observe, auto and pinned."),

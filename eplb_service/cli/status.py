@@ -79,6 +79,8 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
         yield "advised", *_advised_text(view.advised)
     if settings.paused:
         yield "PAUSED", f"{settings.pause_reason or 'no reason given'} (`eplb resume -d {view.deployment}` ends it)", "yellow"
+    for found in view.drains:
+        yield "drained", found.reason, "" if found.state in ("safe_to_stop", "absent") else "yellow"
     yield "live", f"generation {view.live_generation}{'' if view.live_generation else ', as the engine loaded it'}", ""
     yield "imbalance", _load_text(view), ""
     refused = ", ".join(f"{count} {code}" for code, count in sorted(view.windows_refused.items()))

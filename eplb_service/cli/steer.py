@@ -23,13 +23,19 @@ from eplb_service.pb.v1 import admin_pb2
 KEY_HELP = "Repeating the command with the same key gives the same answer and does nothing twice (default: a new one)."
 
 
-def _order(client: PlannerClient, method: Any, request: Any, output: str) -> None:
-    """Give an order and print its answer. An order whose answer was lost may have been carried out: the key tells."""
-    key = request.idempotency_key
+def ordered(client: PlannerClient, method: Any, request: Any) -> Any:
+    """The answer to an order. An order whose answer was lost may have been carried out: the key tells."""
     try:
-        reply = client.call(method, request)
+        return client.call(method, request)
     except EnvironmentFault as error:
+        key = request.idempotency_key
         raise type(error)(f"{error}; if it took the order, the same command with --key {key} tells its answer") from None
+
+
+def _order(client: PlannerClient, method: Any, request: Any, output: str) -> None:
+    """Give an order and print its answer."""
+    key = request.idempotency_key
+    reply = ordered(client, method, request)
     if output == "json":
         print_json({**to_plain(reply), "idempotency_key": key})
         return
@@ -83,12 +89,14 @@ def rollback(generation: int, deployment: str | None, key: str | None, output: s
     _order(client, client.admin.Rollback, request, output)
 
 
-def _settings(reply: Any, output: str) -> None:
+def print_settings(reply: Any, output: str) -> None:
+    """Settings after a change."""
     if output == "json":
         print_json(to_plain(reply))
         return
     paused = f"paused ({reply.pause_reason or 'no reason given'})" if reply.paused else "not paused"
-    click.echo(f"{reply.deployment}: mode {reply.mode}, {paused}, policy {reply.policy}")
+    drained = f", drained ranks {', '.join(map(str, reply.drained_rank_ids))}" if reply.drained_rank_ids else ""
+    click.echo(f"{reply.deployment}: mode {reply.mode}, {paused}, policy {reply.policy}{drained}")
 
 
 @click.command(short_help="No new generations until resumed.")
@@ -103,7 +111,7 @@ def pause(deployment: str | None, reason: str, output: str, client: PlannerClien
     Example:  eplb pause -d chat-decode --reason "load test until noon"
     """
     name = the_deployment(client, deployment)
-    _settings(client.call(client.admin.Pause, admin_pb2.PauseRequest(deployment=name, reason=reason)), output)
+    print_settings(client.call(client.admin.Pause, admin_pb2.PauseRequest(deployment=name, reason=reason)), output)
 
 
 @click.command(short_help="Undo pause.")
@@ -117,7 +125,7 @@ def resume(deployment: str | None, output: str, client: PlannerClient) -> None:
     Example:  eplb resume -d chat-decode
     """
     name = the_deployment(client, deployment)
-    _settings(client.call(client.admin.Resume, admin_pb2.ResumeRequest(deployment=name)), output)
+    print_settings(client.call(client.admin.Resume, admin_pb2.ResumeRequest(deployment=name)), output)
 
 
 @click.command(short_help="Switch a deployment between observe, auto and pinned.")
@@ -135,4 +143,4 @@ def mode(mode: str, deployment: str | None, output: str, client: PlannerClient) 
               eplb rollback 7 -d chat-decode && eplb mode pinned -d chat-decode
     """
     name = the_deployment(client, deployment)
-    _settings(client.call(client.admin.SetMode, admin_pb2.SetModeRequest(deployment=name, mode=mode)), output)
+    print_settings(client.call(client.admin.SetMode, admin_pb2.SetModeRequest(deployment=name, mode=mode)), output)

@@ -16,7 +16,7 @@ from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker, EngineState, Look, Sight, Told
 from eplb_service.costs import MeasuredCosts
 from eplb_service.errors import ConflictError
-from eplb_service.generation import Generation, GenerationState, LiveMap
+from eplb_service.generation import ORDERED, Generation, GenerationState, LiveMap
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
 from eplb_service.membership.machine import Group
 from eplb_service.planner import documents
@@ -69,7 +69,7 @@ class AdvisedDeployment(Deployment):
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def group(self) -> Group | None:
+    def members(self) -> Group | None:
         """The engine's ranks, as its last question named them."""
         return self._ranks
 
@@ -133,6 +133,8 @@ class AdvisedDeployment(Deployment):
         age_s = self.context.clock.monotonic() - decision.made_at_s
         if self.live is None or self.live.digest != decision.live_digest:
             return "the proposal was made for another live map than there is now"
+        if decision.drained != self.drained:
+            return "ranks were drained, or given back, since the proposal was made"
         if age_s > self.proposal_ttl_s:
             return f"the proposal is {age_s:.0f} s old, at most {self.proposal_ttl_s:.0f} s are allowed"
         return ""
@@ -201,7 +203,7 @@ class AdvisedDeployment(Deployment):
         if self.ledger.settings.paused:
             return "the deployment is paused"
         age_s, most_s = self.context.clock.wall() - generation.created_at_s, self.context.config.rollout.resume_age_s
-        if age_s > most_s and generation.policy != "rollback":  # an order stands
+        if age_s > most_s and generation.policy not in ORDERED:  # an order stands
             return f"it was decided {age_s:.0f} s ago (rollout.resume_age_s)"
         return ""
 

@@ -18,6 +18,7 @@ from eplb_service.advice import Advice, AdviceRequest, map_digest
 from eplb_service.advising import Look, Sight, Told
 from eplb_service.errors import ConflictError, EnvironmentFault, EplbError
 from eplb_service.gate import VerdictCode
+from eplb_service.generation import ROLLBACK
 from eplb_service.ids import GenerationNumber
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.planner.advised import AdvisedDeployment
@@ -166,7 +167,7 @@ class Answering(Steering):
             return told
         generation = self.deployment.ledger.generations[told.generation]
         previous = self.deployment.ledger.previous
-        if generation.policy == "rollback" or previous is None or previous.generation != generation.number:
+        if generation.policy == ROLLBACK or previous is None or previous.generation != generation.number:
             return told
         if previous.placement != engine.live.placement:
             self.advised.cancel_rollout(
@@ -195,6 +196,9 @@ class Answering(Steering):
         deployment = self.deployment
         await self._in_time(self._own(self._validate(), "validation"), ends_at_s, "validation")
         if self._to_tell() is not None:
+            return self._verdict_now()
+        if self.draining.is_due:
+            await self._in_time(self._own(self.draining.go_on(), "drain"), ends_at_s, "draining")
             return self._verdict_now()
         early = self._too_few() or self._screened()
         if early is not None:

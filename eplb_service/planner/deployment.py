@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
 
 import structlog
 
 from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.control import Address
+from eplb_service.drain import DrainedRank, DrainState, drained_ranks, knows_no_empty_slot, listed, serving, why_off_limits
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
+from eplb_service.placement import Placement
 from eplb_service.planner import documents
 from eplb_service.planner.agent_link import AgentLink
 from eplb_service.planner.asked import Asked
@@ -50,6 +55,8 @@ from eplb_service.window.windows import Windows
 DRAIN_S = 2.0
 REFUSAL_SHOWN_S = 60.0
 """How long the status tells of a rank that was refused: it asks again at least twice a minute."""
+WITHDRAW_S = 60.0
+"""Longest wait for a rollout that was withdrawn."""
 HOUSEKEEPING_S = 1.0
 
 
@@ -98,6 +105,7 @@ class Deployment:
         self.lane: WriteLane | None = None
         """Writes of the present leadership; None while there is none."""
         self._refusal, self._refused_s = "", 0.0
+        self._settings = asyncio.Lock()
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = structlog.get_logger("eplb.planner").bind(deployment=name)
@@ -214,7 +222,7 @@ class Deployment:
         return answer
 
     def _window_closed(self, closed: Accepted) -> None:
-        self.load.look(self.live)
+        self.load.look(self.live, self.group)
         self.outcomes.window_closed(closed)
         self._learn()
         self.plan_wanted.set()
@@ -256,9 +264,40 @@ class Deployment:
     # ── what others ask ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def group(self) -> Group | None:
-        """The ranks that serve; None while they are not complete."""
+    def members(self) -> Group | None:
+        """The ranks that link, drained ones among them; None while they are not complete."""
         return self.carrier.group
+
+    @property
+    def group(self) -> Group | None:
+        """The same; ranks that were drained and hold nothing any more serve no expert. None while they are not complete."""
+        members, live = self.members, self.live
+        if members is None or live is None or not self.drained:
+            return members
+        return dataclasses.replace(members, topology=serving(members.topology, live.placement, self.drained))
+
+    @property
+    def drained(self) -> frozenset[RankId]:
+        """Ranks to which nothing may be moved, whether they are here or not."""
+        return frozenset(RankId(rank) for rank in self.ledger.settings.drained)
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether drained ranks keep copies of experts that live elsewhere too, since the engine knows no empty slot."""
+        live = self.live
+        return self.context.proposer.fill_slots and live is not None and knows_no_empty_slot(live.placement)
+
+    def drained_ranks(self) -> tuple[DrainedRank, ...]:
+        """How far each drained rank is, by what ranks said last."""
+        live = self.known_live if self.members is not None else None
+        placement = live.placement if live is not None else None
+        state, reason = self.state()
+        why = f"{self.name} is {state}" + (f": {reason}" if reason else "")
+        return drained_ranks(self.drained, placement, may_keep=self.keeps_copies, why_unknown=why)
+
+    def why_off_limits(self, target: Placement) -> str:
+        """What a placement would bring to a drained rank, as a sentence; empty when nothing."""
+        return why_off_limits(self.live.placement, target, self.drained) if self.live is not None and self.drained else ""
 
     @property
     def leads(self) -> bool:
@@ -326,7 +365,7 @@ class Deployment:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def wait_until_free(self, timeout_s: float) -> None:
+    async def wait_until_free(self, timeout_s: float = WITHDRAW_S) -> None:
         """Return once nothing is being rolled out. Raises DeadlineError."""
         try:
             async with asyncio.timeout(timeout_s):
@@ -353,6 +392,12 @@ class Deployment:
             return f"{self.name} is {state}" + (f": {reason}" if reason else "")
         return ""
 
+    def check_plannable(self) -> None:
+        """Raise ConflictError with what speaks against a new generation now."""
+        why = self.why_not_plan()
+        if why:
+            raise ConflictError(f"nothing can be published now: {why}")
+
     async def decide(self, policy: str, *, dry: bool = False) -> Decision:
         """A decision from the last windows. Call with `planning` held. dry: nothing will follow from it.
 
@@ -370,6 +415,7 @@ class Deployment:
             live=live,
             window=window,
             policy=policy,
+            drained=self.drained,
             generation_age_s=self._generation_age_s(live),
             known=self._known(live, window),
             now_s=self.context.clock.monotonic(),
@@ -402,6 +448,8 @@ class Deployment:
         age_s, most_s = self.context.clock.monotonic() - decision.made_at_s, self.context.config.planning.proposal_ttl_s
         if self.live is None or self.live.digest != decision.live_digest:
             return "the proposal was made for another live map than there is now"
+        if decision.drained != self.drained:
+            return "ranks were drained, or given back, since the proposal was made"
         if age_s > most_s:
             return f"the proposal is {age_s:.0f} s old, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
         return ""
@@ -436,6 +484,25 @@ class Deployment:
         progress = self.carrier.progress
         if progress is not None and progress.generation is not None:
             self.carrier.feed(Cancel(reason=reason, by=by, withdraw=withdraw))
+
+    async def change_settings(self, change: Callable[[Settings], Settings]) -> Settings:
+        """Store settings that were changed; one change after another. Raises what `commit` raises: then nothing changed."""
+        async with self._settings:
+            settings = change(self.ledger.settings)
+            await self.commit(self.ledger.settings_puts(settings).puts)
+            self.ledger.settings = settings
+        paused = "paused" if settings.paused else "not paused"
+        drained = f", drained ranks {listed(sorted(self.drained))}" if self.drained else ""
+        self._log.info(
+            "settings.changed",
+            mode=settings.mode,
+            paused=settings.paused,
+            reason=settings.pause_reason,
+            drained=list(settings.drained),
+        )
+        self.note("settings.changed", f"mode {settings.mode}, {paused}{drained}")
+        self.announce()
+        return settings
 
     async def commit(
         self, puts: dict[str, bytes], expects: dict[str, int] | None = None, deletes: tuple[str, ...] = ()
@@ -495,6 +562,8 @@ class Deployment:
         last, live, progress = self.load.last, self.live, self.carrier.progress
         now_s = self.context.clock.monotonic()
         model, measured = self.learning.model, self.learning.measured()
+        drained = self.drained_ranks()
+        is_known = not any(found.state is DrainState.UNKNOWN for found in drained)
         return DeploymentGauges(
             imbalance_mean=last.imbalance.mean if last else None,
             imbalance_worst=last.imbalance.worst if last else None,
@@ -503,6 +572,8 @@ class Deployment:
             rollout_stalled=progress.stalled if progress is not None else False,
             ranks={state: states.count(state) for state in ("live", "away", "gone")},
             agents=self.carrier.num_agents,
+            drained_ranks=Counter(found.state.value for found in drained),
+            experts_alone_on_drained=max((found.alone for found in drained), default=0) if is_known else None,
             generation=live.newest_generation if live is not None else 0,
             epoch=self.leading.epoch,
             leading=self.leads,

@@ -1,6 +1,6 @@
 """What the planner keeps of a deployment in the store, and under which names.
 
-    settings            mode, pause, policy: what changes at run time and wins over the configuration
+    settings            mode, pause, policy, drained ranks: what changes at run time and wins over the configuration
     live                the live map as last known
     loaded              the placement that the engine loaded by itself, once it was seen
     rollout             the rollout that was begun last, and how it ended
@@ -38,7 +38,7 @@ KEY_CHARACTERS_MAX = 128
 
 T = TypeVar("T")
 
-_TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int}
+_TYPES: dict[str, type] = {"str": str, "bool": bool, "int": int, "tuple[int, ...]": list}
 """Types of fields, by the name of their annotation, that are checked when a document is read."""
 
 
@@ -59,12 +59,13 @@ def request_name(key: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What an operator changes while the planner runs."""
+    """What an operator changes while the planner runs. drained: ids of ranks that are to hold nothing, ascending."""
 
     mode: str
     policy: str
     paused: bool = False
     pause_reason: str = ""
+    drained: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +127,8 @@ def decode(kind: type[T], data: bytes, name: str) -> T:
         for key, value in values.items():
             if not isinstance(value, _TYPES.get(str(known[key].type), object)):
                 raise TypeError(f"{key} is {str(value)[:40]!r}, expected {known[key].type}")  # noqa: TRY301  (said below)
+            if isinstance(value, list) and known[key].type == "tuple[int, ...]":
+                values[key] = tuple(int(item) for item in value)
         return kind(**values)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise BrokenInvariantError(f"document {name!r} in the store cannot be read ({error}): {data[:80]!r}") from None

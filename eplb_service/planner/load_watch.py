@@ -99,28 +99,26 @@ class LoadWatch:
         self.num_closed += len(answer.closed)
         return answer
 
-    def look(self, live: LiveMap | None) -> LastWindow | None:
-        """What the last closed window shows under the live map; kept as `last`."""
+    def look(self, live: LiveMap | None, group: Group | None) -> LastWindow | None:
+        """What the last closed window shows under the live map on the ranks that serve; kept as `last`."""
         window = self.windows.combine(1)
-        if window is None or live is None or self._group is None:
+        if window is None or live is None or group is None or self._group is None:
             return None
         try:
-            loads = np.concatenate(rank_loads_under(window, live.placement, self._group))
-            self.last = LastWindow(
-                window=window, imbalance=imbalance_under(window, live.placement, self._group), rank_loads=loads
-            )
+            loads = np.concatenate(rank_loads_under(window, live.placement, group))
+            self.last = LastWindow(window=window, imbalance=imbalance_under(window, live.placement, group), rank_loads=loads)
         except EplbError as error:
             if self._reasons.is_news("imbalance", str(error)):
                 self._log.warning("imbalance.unknown", reason=str(error))
             return None
         return self.last
 
-    def observed(self, live: LiveMap, closed: Accepted, min_coverage: float) -> Imbalance | None:
+    def observed(self, live: LiveMap, group: Group, closed: Accepted, min_coverage: float) -> Imbalance | None:
         """Imbalance of a window that this report closed, if it was served wholly by this live map and is full enough."""
         window = self.windows.combine(1, live_digest=live.digest)
-        if window is None or self._group is None or window.windows[-1] not in closed.closed or window.coverage < min_coverage:
+        if window is None or window.windows[-1] not in closed.closed or window.coverage < min_coverage:
             return None
-        return imbalance_under(window, live.placement, self._group)
+        return imbalance_under(window, live.placement, group)
 
     @staticmethod
     def _phase_of(group: Group) -> Phase | None:

@@ -51,10 +51,10 @@ class Outcomes:
 
     def window_closed(self, closed: Accepted) -> None:
         """Compare the first full window under a new generation with what was predicted."""
-        live = self._deployment.known_live
-        if self._observing is None or live is None:
+        live, group = self._deployment.known_live, self._deployment.group
+        if self._observing is None or live is None or group is None:
             return
-        observed = self._deployment.load.observed(live, closed, self._deployment.context.gate.min_coverage)
+        observed = self._deployment.load.observed(live, group, closed, self._deployment.context.gate.min_coverage)
         if observed is None:
             return
         generation, self._observing = self._deployment.ledger.generations.get(self._observing), None
@@ -130,7 +130,7 @@ class Outcomes:
             self._deployment.load.live_known(effect.live)
             self._watch_for_observed(effect.live)
         self._log.info("live.changed", generation=effect.live.newest_generation, boundary=effect.boundary, reason=effect.reason)
-        self._deployment.load.look(effect.live)
+        self._deployment.load.look(effect.live, self._deployment.group)
         self._deployment.plan_wanted.set()
         self._deployment.announce()
 
@@ -235,6 +235,8 @@ class Outcomes:
             why = "the deployment is paused"
         elif not same_shape(live.placement, generation.placement):
             why = "the group has other ranks, layers or slots now"
+        elif self._deployment.why_off_limits(generation.placement):
+            why = self._deployment.why_off_limits(generation.placement)
         elif rollout.generation_floor > generation.number:
             why = f"ranks have seen generation {rollout.generation_floor}"
         elif age_s > self._deployment.context.config.rollout.resume_age_s:

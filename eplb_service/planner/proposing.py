@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from eplb_service.gains import plan_of, points_of
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
 from eplb_service.horizon import Horizon, PastPlan, WindowSum, measure_horizon
-from eplb_service.ids import LayerRef
+from eplb_service.ids import LayerRef, RankId
 from eplb_service.imbalance import Imbalance
 from eplb_service.membership.machine import Group
 from eplb_service.moves import NO_MOVES, MoveSummary, residency_moves
@@ -26,6 +27,7 @@ from eplb_service.placement import EMPTY_SLOT, Placement, Table
 from eplb_service.planner.forecasting import LoadForecast
 from eplb_service.planner.loads import dispatch_of, loads_of, sources_for_plans
 from eplb_service.policy.base import Effort, FrontPoint, PlanningProblem, Proposal
+from eplb_service.policy.drained import with_drained_kept, without_drained
 from eplb_service.rollout.chunk_count import count_chunks
 from eplb_service.rollout.chunks import plan_chunks
 from eplb_service.topology import LinkKind
@@ -63,6 +65,7 @@ class Decision:
     cost, horizon: what the gate priced it with; None = not known.
     cannot_roll_out: why the choice cannot be carried out (a layer that staging does not hold, …); empty when it can.
     serves: first and last window (index) that it was made for; None = made from the windows as they were, no forecast.
+    drained: ranks to which nothing was moved.
     """
 
     policy: str
@@ -83,6 +86,7 @@ class Decision:
     cut_off: bool = False
     cannot_roll_out: str = ""
     serves: tuple[int, int] | None = None
+    drained: frozenset[RankId] = frozenset()
 
     @property
     def target(self) -> Placement:
@@ -225,24 +229,43 @@ class Proposer:
         generation_age_s: float | None,
         known: Known,
         now_s: float,
+        drained: frozenset[RankId] = frozenset(),
     ) -> Decision:
-        """Plan every table from the live map, for what is forecast, and ask the gate. Raises what the solver raises."""
-        dispatch, counted = dispatch_of(group), window
+        """Plan every table from the live map, for what is forecast, and ask the gate. Raises what the solver raises.
+
+        drained: ranks to which nothing may be moved. Raises InvalidInputError when the others cannot hold all experts.
+        """
+        counted = window
         window = known.forecast.applied(counted) if known.forecast is not None else counted
         planned: list[tuple[PlanningProblem, Proposal]] = []
+        given_up: list[str] = []
         for table in live.placement.tables:
-            problem = self._problem(table, window, group, dispatch)
-            planned.append((problem, await self.solver.solve(problem, policy, self.deadline_s)))
-        return await asyncio.to_thread(self._decide, group, live, counted, policy, planned, generation_age_s, known, now_s)
+            problem, notes = without_drained(self.problem(table, window, group), drained)
+            planned.append((problem, await self.solved(problem, policy, drained)))
+            given_up += notes
+        decided = await asyncio.to_thread(self._decide, group, live, counted, policy, planned, generation_age_s, known, now_s)
+        reason = "; ".join([decided.verdict.reason, *dict.fromkeys(given_up)])
+        return replace(decided, verdict=replace(decided.verdict, reason=reason), drained=drained)
 
-    def _problem(self, table: Table, window: CombinedWindow, group: Group, dispatch: Dispatch) -> PlanningProblem:
-        planning, counted = self.planning, loads_of(window, table)
+    async def solved(self, problem: PlanningProblem, policy: str, drained: AbstractSet[RankId]) -> Proposal:
+        """A plan for ranks that stay. Where the engine knows no empty slot those drained keep what they hold."""
+        proposal = await self.solver.solve(problem, policy, self.deadline_s)
+        return with_drained_kept(proposal, problem.current, drained) if problem.constraints.fill_slots else proposal
+
+    def problem(self, table: Table, window: CombinedWindow | None, group: Group) -> PlanningProblem:
+        """What a policy is given for a table. window: None = nothing was counted yet, every expert is taken to be as busy."""
+        planning, dispatch = self.planning, dispatch_of(group)
+        loads, sources = np.ones((1, table.num_layers, table.num_logical)), None
+        if window is not None:
+            counted = loads_of(window, table)
+            loads = counted.loads
+            sources = sources_for_plans(counted, window, group) if planning.sources and dispatch in SOURCED else None
         constraints = planning.constraints(max_replicas=group.replica_table_width)
         if self.fill_slots and not (table.physical_to_logical == EMPTY_SLOT).any():
             constraints = replace(constraints, fill_slots=True)
         return PlanningProblem(
-            loads=counted.loads,
-            source_loads=sources_for_plans(counted, window, group) if planning.sources and dispatch in SOURCED else None,
+            loads=loads,
+            source_loads=sources,
             topology=group.topology,
             current=table,
             dispatch=dispatch,
@@ -279,7 +302,7 @@ class Proposer:
             self.gate,
             GateInputs(
                 tables=evidence,
-                topology=group.topology,
+                topology=planned[0][0].topology,
                 dispatch=dispatch_of(group),
                 coverage=window.coverage,
                 generation_age_s=generation_age_s,

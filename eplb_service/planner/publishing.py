@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from eplb_service import failpoints
+from eplb_service.errors import ConflictError
 from eplb_service.generation import Generation
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
@@ -15,6 +16,9 @@ from eplb_service.placement import Placement
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import Loads, RequestRecord, VerdictRecord
 from eplb_service.planner.ledger import Previous
+
+UNKNOWN = Imbalance(())
+"""Of a load that nobody measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +44,13 @@ class Content:
 async def publish(
     deployment: Deployment, content: Content, record: RequestRecord | None, verdict: VerdictRecord
 ) -> RequestRecord | None:
-    """Store a new generation (and the answer to whoever asked), then roll it out. Call with `planning` held."""
+    """Store a new generation (and the answer to whoever asked), then roll it out. Call with `planning` held.
+
+    Raises ConflictError for a placement that brings something to a drained rank.
+    """
+    off_limits = deployment.why_off_limits(content.target)
+    if off_limits:
+        raise ConflictError(f"nothing was published for {deployment.name}: {off_limits}")
     log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
     clock, live, floor = deployment.context.clock, deployment.live, deployment.generation_floor
     number = deployment.ledger.take_number(max(floor, live.newest_generation if live is not None else floor))

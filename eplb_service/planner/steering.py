@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,23 +17,20 @@ import structlog
 from eplb_service.config import MODES
 from eplb_service.errors import ConflictError, EplbError, InvalidInputError
 from eplb_service.gate import Verdict, VerdictCode
-from eplb_service.imbalance import Imbalance
+from eplb_service.generation import ROLLBACK
 from eplb_service.membership.machine import Group
 from eplb_service.placement import Placement, Table
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
+from eplb_service.planner.draining import Draining, named
 from eplb_service.planner.loads import imbalance_under
 from eplb_service.planner.proposing import Choice, Decision, moves_between, nothing_to_gain, same_shape, why_not_carried
-from eplb_service.planner.publishing import Content, publish
+from eplb_service.planner.publishing import UNKNOWN, Content, publish
 from eplb_service.planner.validating import Fault, Validating
 from eplb_service.policy.registry import policy_names
 
 ORDERS_MAX = 64
-WITHDRAW_S = 60.0
 REASON_CHARACTERS_MAX = 1024
-
-UNKNOWN = Imbalance(())
-"""Of a load that nobody measured."""
 
 
 @dataclass(slots=True)
@@ -47,6 +44,7 @@ class Steering:
 
     def __init__(self, deployment: Deployment) -> None:
         self.deployment = deployment
+        self.draining = Draining(deployment)
         self._validating = Validating(deployment)
         self._planned_at_s = float("-inf")
         self._planned_windows = 0
@@ -80,6 +78,9 @@ class Steering:
             await deployment.plan_wanted.wait()
             deployment.plan_wanted.clear()
             await self._guarded(self._validate, "validation")
+            if self.draining.is_due:  # before anything is planned for balance
+                await self._guarded(self.draining.go_on, "drain")
+                continue
             wait_s = self._planned_at_s + interval_s - clock.monotonic()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)
@@ -134,7 +135,7 @@ class Steering:
             predicted=imbalance_under(window, fault.previous, group) if window is not None else UNKNOWN,
             lower_bound=UNKNOWN,
             moves=moves_between(live, fault.previous, group),
-            policy="rollback",
+            policy=ROLLBACK,
             reason=reason,
         )
         await publish(deployment, content, None, verdict)
@@ -199,6 +200,11 @@ class Steering:
         asked = f"roll back to generation {generation}"
         return await self._once(key, asked, lambda: self._rollback(key, asked, generation))
 
+    async def drain(self, *, key: str, ranks: Sequence[int], node: str) -> RequestRecord:
+        """Move everything off ranks that are to be stopped, and keep it off. Raises ConflictError, InvalidInputError."""
+        asked = f"drain {named(ranks, node)}"
+        return await self._once(key, asked, lambda: self.draining.drain(key, asked, ranks, node))
+
     async def pause(self, reason: str) -> Settings:
         """No new generations; a rollout under way stops after its open chunk."""
         reason = _checked_reason(reason)
@@ -216,14 +222,8 @@ class Steering:
             raise InvalidInputError(f"mode {mode[:40]!r} is unknown: use {' or '.join(MODES)}")
         return await self._change(mode=mode)
 
-    async def _change(self, **changes: object) -> Settings:
-        deployment = self.deployment
-        settings = dataclasses.replace(deployment.ledger.settings, **changes)  # type: ignore[arg-type]  # names of fields
-        await deployment.commit(deployment.ledger.settings_puts(settings).puts)
-        deployment.ledger.settings = settings
-        self._log.info("settings.changed", mode=settings.mode, paused=settings.paused, reason=settings.pause_reason)
-        deployment.note("settings.changed", f"mode {settings.mode}, {'paused' if settings.paused else 'not paused'}")
-        return settings
+    async def _change(self, **changes: Any) -> Settings:
+        return await self.deployment.change_settings(lambda settings: dataclasses.replace(settings, **changes))
 
     async def _once(self, key: str, asked: str, act: Callable[[], Awaitable[RequestRecord]]) -> RequestRecord:
         """Do it, or wait for who does it already, or answer what was answered. The caller may go away meanwhile."""
@@ -258,7 +258,7 @@ class Steering:
                     f"{deployment.name} is pinned: what is live stays; `eplb mode observe` or `eplb mode auto` lifts the pin,"
                     " `eplb rollback` restores a generation of your choice"
                 )
-            self._check_plannable()
+            self.deployment.check_plannable()
             decision = await deployment.decide(policy or deployment.ledger.settings.policy)
             verdict = self._verdict(decision)
             choice = decision.choice
@@ -277,7 +277,7 @@ class Steering:
                 await deployment.commit(puts.puts, puts.expects, puts.deletes)
                 deployment.ledger.remember(record)
                 return record
-            self._check_plannable()
+            self.deployment.check_plannable()
             stale = deployment.why_stale(decision)
             if stale:
                 raise ConflictError(f"nothing was published: {stale}; try again")
@@ -299,8 +299,8 @@ class Steering:
         deployment.cancel_rollout(asked, by="rollback", withdraw=True)
         async with deployment.planning:
             deployment.cancel_rollout(asked, by="rollback", withdraw=True)
-            await deployment.wait_until_free(WITHDRAW_S)
-            self._check_plannable()
+            await deployment.wait_until_free()
+            self.deployment.check_plannable()
             group, live = deployment.group, deployment.live
             if group is None or live is None:
                 raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
@@ -329,7 +329,7 @@ class Steering:
                 predicted=imbalance_under(window, target, group) if window is not None else UNKNOWN,
                 lower_bound=UNKNOWN,
                 moves=moves_between(live.placement, target, group),
-                policy="rollback",
+                policy=ROLLBACK,
                 reason=verdict.reason,
             )
             record = RequestRecord(key=key, asked=asked, generation=0, verdict=verdict)
@@ -389,11 +389,6 @@ class Steering:
     def _check_leads(self) -> None:
         if not self.deployment.leads:
             raise ConflictError(f"this planner does not lead {self.deployment.name}: {self.deployment.leading.why_not}")
-
-    def _check_plannable(self) -> None:
-        why = self.deployment.why_not_plan()
-        if why:
-            raise ConflictError(f"nothing can be published now: {why}")
 
 
 def _check_policy(policy: str) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import structlog
 
-from eplb_service.generation import Generation, GenerationState
+from eplb_service.generation import ORDERED, Generation, GenerationState
 from eplb_service.horizon import WindowSum
 from eplb_service.ids import GenerationNumber
 from eplb_service.imbalance import Float64Array
@@ -141,7 +141,7 @@ class Validating:
             or generation.state is not GenerationState.ACTIVE
             or generation.outcome
             or previous.generation != generation.number
-            or generation.policy == "rollback"
+            or generation.policy in ORDERED
         ):
             return None, None
         return generation, previous

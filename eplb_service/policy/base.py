@@ -109,6 +109,12 @@ class Constraints:
             "max_layers": self.max_layers,
         }
 
+    def without_move_limits(self) -> Constraints:
+        """The same, however much a plan moves."""
+        return replace(
+            self, max_moves=None, max_move_bytes=None, max_moves_per_rank=None, max_moves_per_layer=None, max_layers=None
+        )
+
 
 class Effort(StrEnum):
     """How long a policy searches when no work budget is given. Seconds are those of the standard work on one core."""

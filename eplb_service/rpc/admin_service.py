@@ -8,7 +8,7 @@ from typing import Any
 from eplb_service.pb.v1 import admin_pb2, admin_pb2_grpc
 from eplb_service.planner.documents import RequestRecord
 from eplb_service.planner.planner import Planner
-from eplb_service.rpc.views import plan_view, settings_view, status_view, verdict_view
+from eplb_service.rpc.views import drain_views, plan_view, settings_view, status_view, verdict_view
 
 Context = Any
 
@@ -46,6 +46,24 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def Resume(self, request: admin_pb2.ResumeRequest, context: Context) -> admin_pb2.SettingsView:
         """Undo pause."""
         return settings_view(request.deployment, await self._planner.steering(request.deployment).resume())
+
+    async def Drain(self, request: admin_pb2.DrainRequest, context: Context) -> admin_pb2.DrainResponse:
+        """Move every expert off ranks that are to be stopped."""
+        steering = self._planner.steering(request.deployment)
+        ranks = tuple(request.rank_ids)
+        record = await steering.drain(key=request.idempotency_key, ranks=ranks, node=request.node)
+        return admin_pb2.DrainResponse(
+            generation=record.generation,
+            verdict=verdict_view(record.verdict),
+            drains=drain_views(steering.deployment),
+            rank_ids=sorted(steering.draining.named_by(ranks, request.node)),
+        )
+
+    async def Undrain(self, request: admin_pb2.UndrainRequest, context: Context) -> admin_pb2.SettingsView:
+        """Give ranks back to planning."""
+        steering = self._planner.steering(request.deployment)
+        settings = await steering.draining.undrain(tuple(request.rank_ids), request.node)
+        return settings_view(request.deployment, settings)
 
     async def SetMode(self, request: admin_pb2.SetModeRequest, context: Context) -> admin_pb2.SettingsView:
         """`observe` or `auto`."""

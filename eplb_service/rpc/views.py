@@ -69,7 +69,22 @@ def settings_view(deployment: str, settings: Settings) -> admin_pb2.SettingsView
         paused=settings.paused,
         pause_reason=settings.pause_reason,
         policy=settings.policy,
+        drained_rank_ids=settings.drained,
     )
+
+
+def drain_views(deployment: Deployment) -> list[admin_pb2.DrainView]:
+    """How far each drained rank is."""
+    return [
+        admin_pb2.DrainView(
+            rank_id=found.rank_id,
+            state=found.state.value,
+            experts_held=found.held,
+            experts_alone=found.alone,
+            reason=found.sentence,
+        )
+        for found in deployment.drained_ranks()
+    ]
 
 
 def verdict_view(verdict: VerdictRecord) -> admin_pb2.VerdictView:
@@ -251,6 +266,7 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         layers=[layer_to_pb(layer) for layer in live.layer_generations] if live is not None else [],
         learned=learned_view(deployment),
         ranks=[_rank_view(deployment, deployment.carrier.ranks[rank]) for rank in sorted(deployment.carrier.ranks)],
+        drains=drain_views(deployment),
     )
     if deployment.asked is not None:
         view.advised.CopyFrom(_advised_view(deployment.asked, deployment.context.clock.monotonic()))

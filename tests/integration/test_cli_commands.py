@@ -259,9 +259,29 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
     assert chat.json("mode", "observe")["mode"] == "observe"
 
 
+def test_an_operator_drains_a_rank_waits_until_it_may_be_stopped_and_gives_it_back(stage: Stage, chat: Eplb) -> None:
+    del stage
+    assert "chat cannot drain ranks 1, 2: the ranks that stay (0, 3) have 2 x 3 = 6 slots" in chat("drain", "1", "2", code=4)
+    assert "name at least one rank, or a node with --node; see `eplb drain --help`" in chat("drain", code=2)
+    said = chat("drain", "3", "--wait", "20", "--key", "d")
+    assert said.startswith("chat: generation ")
+    assert "[drain]" in said
+    assert "rank 3 holds no expert that another has not: safe to stop" in said
+    assert "rank 3 holds no expert that another has not: safe to stop" in chat("status")
+    again = chat.json("drain", "3", "--key", "d")
+    assert (again["rank_ids"], again["drains"][0]["state"], again["idempotency_key"]) == ([3], "safe_to_stop", "d")
+    assert chat("pause").rstrip().endswith("policy greedy, drained ranks 3")
+    chat("resume")
+    assert "rank 2 is not drained; drained are 3" in chat("undrain", "2", code=2)
+    assert chat("undrain", "--node", "node1") == "chat: mode observe, not paused, policy greedy\n"
+    assert chat.json("status")["deployments"][0]["drains"] == []
+
+
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
+        (("drain", "9"), 2, "rank 9 is not among the ranks [0, 1, 2, 3]"),
+        (("drain", "--node", "nope"), 2, "no rank is on node 'nope'; nodes are node0, node1"),
         (("status", "nope"), 2, "there is no deployment 'nope'; known: chat"),
         (("rebalance", "-d", "nope"), 2, "there is no deployment 'nope'; known: chat"),
         (("generations", "show", "77"), 2, "has no generation 77"),
@@ -316,6 +336,8 @@ def closed_port() -> int:
         ("plan",),
         ("rebalance",),
         ("rollback", "1"),
+        ("drain", "1"),
+        ("undrain", "1"),
         ("pause",),
         ("resume",),
         ("mode", "auto"),
@@ -335,6 +357,6 @@ def test_an_order_whose_answer_is_lost_tells_the_key_that_asks_again(eplb: Eplb)
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        for words in (("rebalance",), ("rollback", "3")):
+        for words in (("rebalance",), ("rollback", "3"), ("drain", "3")):
             said = eplb(*words, "-d", "chat", "--key", "k7", "--timeout", "0.3", "--planner", address, code=3)
             assert "the same command with --key k7 tells its answer" in said

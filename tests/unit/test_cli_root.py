@@ -49,7 +49,7 @@ COMMANDS = dict(commands(root.root))
 def test_the_tree_holds_what_the_manual_promises() -> None:
     named = {" ".join(path) for path, command in COMMANDS.items() if path and not isinstance(command, click.Group)}
     assert named == {
-        *("serve", "agent", "demo", "status", "plan", "rebalance", "rollback", "pause", "resume", "mode"),
+        *("serve", "agent", "demo", "status", "plan", "rebalance", "rollback", "drain", "undrain", "pause", "resume", "mode"),
         *("placement show", "placement watch", "placement diff", "placement convert", "generations list", "generations show"),
         *("load show", "load convert"),
     }

@@ -62,18 +62,34 @@ class RolloutStatus(_message.Message):
     def __init__(self, generation: _Optional[int] = ..., state: _Optional[str] = ..., chunks_done: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunk_id: _Optional[int] = ..., age_s: _Optional[float] = ..., stalled: bool = ..., last_error: _Optional[str] = ...) -> None: ...
 
 class SettingsView(_message.Message):
-    __slots__ = ("deployment", "mode", "paused", "pause_reason", "policy")
+    __slots__ = ("deployment", "mode", "paused", "pause_reason", "policy", "drained_rank_ids")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     MODE_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_REASON_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
+    DRAINED_RANK_IDS_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     mode: str
     paused: bool
     pause_reason: str
     policy: str
-    def __init__(self, deployment: _Optional[str] = ..., mode: _Optional[str] = ..., paused: bool = ..., pause_reason: _Optional[str] = ..., policy: _Optional[str] = ...) -> None: ...
+    drained_rank_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, deployment: _Optional[str] = ..., mode: _Optional[str] = ..., paused: bool = ..., pause_reason: _Optional[str] = ..., policy: _Optional[str] = ..., drained_rank_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DrainView(_message.Message):
+    __slots__ = ("rank_id", "state", "experts_held", "experts_alone", "reason")
+    RANK_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_HELD_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    rank_id: int
+    state: str
+    experts_held: int
+    experts_alone: int
+    reason: str
+    def __init__(self, rank_id: _Optional[int] = ..., state: _Optional[str] = ..., experts_held: _Optional[int] = ..., experts_alone: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class VerdictView(_message.Message):
     __slots__ = ("move", "code", "reason", "decided_at_s", "numbers")
@@ -145,7 +161,7 @@ class AdvisedView(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., last_question_s_ago: _Optional[float] = ..., interval_s: _Optional[float] = ..., answers: _Optional[_Mapping[str, int]] = ..., told_generation: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
 
 class DeploymentStatus(_message.Message):
-    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned", "advised")
+    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned", "advised", "drains")
     class WindowsRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +189,7 @@ class DeploymentStatus(_message.Message):
     RANK_LOADS_FIELD_NUMBER: _ClassVar[int]
     LEARNED_FIELD_NUMBER: _ClassVar[int]
     ADVISED_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     state: str
     reason: str
@@ -193,7 +210,8 @@ class DeploymentStatus(_message.Message):
     rank_loads: _common_pb2.Array
     learned: LearnedView
     advised: AdvisedView
-    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ...) -> None: ...
+    drains: _containers.RepeatedCompositeFieldContainer[DrainView]
+    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ..., drains: _Optional[_Iterable[_Union[DrainView, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s")
@@ -280,6 +298,40 @@ class RollbackRequest(_message.Message):
     generation: int
     idempotency_key: str
     def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("deployment", "rank_ids", "node", "idempotency_key")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    RANK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    rank_ids: _containers.RepeatedScalarFieldContainer[int]
+    node: str
+    idempotency_key: str
+    def __init__(self, deployment: _Optional[str] = ..., rank_ids: _Optional[_Iterable[int]] = ..., node: _Optional[str] = ..., idempotency_key: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("generation", "verdict", "drains", "rank_ids")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    DRAINS_FIELD_NUMBER: _ClassVar[int]
+    RANK_IDS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    verdict: VerdictView
+    drains: _containers.RepeatedCompositeFieldContainer[DrainView]
+    rank_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., drains: _Optional[_Iterable[_Union[DrainView, _Mapping]]] = ..., rank_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("deployment", "rank_ids", "node")
+    DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
+    RANK_IDS_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    deployment: str
+    rank_ids: _containers.RepeatedScalarFieldContainer[int]
+    node: str
+    def __init__(self, deployment: _Optional[str] = ..., rank_ids: _Optional[_Iterable[int]] = ..., node: _Optional[str] = ...) -> None: ...
 
 class PauseRequest(_message.Message):
     __slots__ = ("deployment", "reason")

@@ -64,6 +64,16 @@ class AdminServiceStub(object):
                 request_serializer=eplb_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=eplb_dot_v1_dot_admin__pb2.SettingsView.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/eplb.v1.AdminService/Drain',
+                request_serializer=eplb_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+                response_deserializer=eplb_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/eplb.v1.AdminService/Undrain',
+                request_serializer=eplb_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=eplb_dot_v1_dot_admin__pb2.SettingsView.FromString,
+                _registered_method=True)
         self.SetMode = channel.unary_unary(
                 '/eplb.v1.AdminService/SetMode',
                 request_serializer=eplb_dot_v1_dot_admin__pb2.SetModeRequest.SerializeToString,
@@ -115,6 +125,22 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Moves every expert off ranks that are to be stopped, without asking the gate, and moves nothing to them until `Undrain`.
+        Refused, with the least number of slots, where the other ranks cannot hold all experts. `Status` tells when it is safe to
+        stop them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
+        """Gives ranks back to planning.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SetMode(self, request, context):
         """Mode of a deployment: "observe" (plan and show, publish nothing by itself), "auto", or "pinned" (only a rollback changes
         what is live).
@@ -154,6 +180,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
             'Resume': grpc.unary_unary_rpc_method_handler(
                     servicer.Resume,
                     request_deserializer=eplb_dot_v1_dot_admin__pb2.ResumeRequest.FromString,
+                    response_serializer=eplb_dot_v1_dot_admin__pb2.SettingsView.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=eplb_dot_v1_dot_admin__pb2.DrainRequest.FromString,
+                    response_serializer=eplb_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=eplb_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
                     response_serializer=eplb_dot_v1_dot_admin__pb2.SettingsView.SerializeToString,
             ),
             'SetMode': grpc.unary_unary_rpc_method_handler(
@@ -323,6 +359,60 @@ class AdminService(object):
             target,
             '/eplb.v1.AdminService/Resume',
             eplb_dot_v1_dot_admin__pb2.ResumeRequest.SerializeToString,
+            eplb_dot_v1_dot_admin__pb2.SettingsView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/eplb.v1.AdminService/Drain',
+            eplb_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
+            eplb_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/eplb.v1.AdminService/Undrain',
+            eplb_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
             eplb_dot_v1_dot_admin__pb2.SettingsView.FromString,
             options,
             channel_credentials,
