@@ -5,6 +5,8 @@ An engine adapter implements `EnginePort` and calls, from the thread that runs t
     hook.begin_step(num_real_tokens=…)          before the first kernel of every forward pass, real or dummy, on every rank
     hook.record(layer, experts, source=…)       with the logical ids that the router chose (real tokens only)
 
+An engine that has `under_pressure` too (`ReportsPressure`) can hold copies back while it is busy.
+
 Everything that the hook writes (slot weights, routing tables) is written in place, at a step boundary, on the engine's
 compute stream: captured graphs keep their addresses.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -126,4 +128,16 @@ class EnginePort(Protocol):
 
     def fail_stop(self, reason: str) -> None:
         """The outcome of a commit is unknown: run no further step until the group has re-formed, or exit."""
+        ...
+
+
+@runtime_checkable
+class ReportsPressure(Protocol):
+    """What an engine may have beside its port: while it says so, no expert leaves this rank for others, nor within it."""
+
+    def under_pressure(self) -> bool:
+        """Whether copies would hurt now (requests queue, memory or links are short). Quick; asked from the hook's own thread.
+
+        A chunk whose ranks are under pressure until its deadline is refused and tried again later.
+        """
         ...

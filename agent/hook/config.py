@@ -157,7 +157,7 @@ class HookStatus:
     voting: takes part in votes and in rollouts; off_reason says why not. boundary: step boundaries begun so far.
     generations: what each layer routes by now. flipped_id: last chunk that became live. open_id: chunk under way, 0 = none.
     connected: to the agent process. reads_from: ranks of this node whose memory experts are read from. Counters run since the
-    start.
+    start. pauses, paused_s: how often and how long in all experts waited for the engine to be under less pressure.
     """
 
     voting: bool
@@ -173,3 +173,5 @@ class HookStatus:
     refusals: Mapping[str, int] = field(default_factory=dict)
     stray_ids: int = 0
     reads_from: tuple[RankId, ...] = ()
+    pauses: int = 0
+    paused_s: float = 0.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from agent.engine.port import EnginePort
+from agent.engine.port import EnginePort, ReportsPressure
 from agent.frames import RegistrationAnswer
 from agent.hook import chunk_events as ev
 from agent.hook.chunk import ChunkMachine
@@ -24,6 +24,7 @@ from agent.hook.stager import Stager, Weights
 from agent.hook.startup import EngineFacts, Meeting, inspect, meet
 from agent.hook.vote import Voter
 from agent.transfer.gloo import first_line
+from agent.transfer.pace import Pressure
 from agent.transfer.streams import streams_for
 from eplb_service import __version__
 from eplb_service.control import PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_OF_SHARES, Arm, Pulse, Registration, ToRank
@@ -83,6 +84,7 @@ class Hook:
         self._meeting: Meeting | None = None
         self._voter: Voter | None = None
         self._stager: Stager | None = None
+        self._pressure = Pressure(port.under_pressure if isinstance(port, ReportsPressure) else None)
         self._link = Link(
             config.socket_path,
             self,
@@ -177,6 +179,8 @@ class Hook:
                 refusals=dict(machine.refusals),
                 stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
                 reads_from=self._stager.reads_from if self._stager is not None else (),
+                pauses=self._pressure.pauses,
+                paused_s=self._pressure.paused_s,
             )
 
     # ── a step boundary ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -401,6 +405,7 @@ class Hook:
             streams=self._streams,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             clock=time.monotonic,
+            pressure=self._pressure,
             on_end=self._on_staging_end,
         )
 

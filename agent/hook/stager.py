@@ -27,6 +27,7 @@ from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
 from agent.transfer.memory_handles import allocate_shared, handles_for
 from agent.transfer.mesh import GlooMesh
+from agent.transfer.pace import Pressure
 from agent.transfer.peer_memory import Neighbours, meet_neighbours
 from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
@@ -52,6 +53,7 @@ class Stager:
     """Runs copies for the hook. `begin`, `cancel` and `forget` may be called from any thread.
 
     reads_neighbours: experts of ranks of this node are read out of their memory where that can be.
+    pressure: what the engine says of it; None = nothing.
     on_end: told how each chunk's copy ended, with what its flip needs when it ended well; from the worker thread.
     """
 
@@ -68,11 +70,12 @@ class Stager:
         rendezvous_timeout_s: float,
         clock: Callable[[], float],
         on_end: Callable[[StagingDone | StagingFailed, PreparedFlip | None], None],
+        pressure: Pressure | None = None,
     ) -> None:
         self._shape, self._weights, self._streams, self._clock, self._on_end = shape, weights, streams, clock, on_end
         self._store = store
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._reads_neighbours = reads_neighbours
+        self._reads_neighbours, self._pressure = reads_neighbours, pressure
         self._neighbours: Neighbours | None = None
         allocate = allocate_shared if reads_neighbours else None
         self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams, allocate=allocate)
@@ -161,7 +164,7 @@ class Stager:
         transports: list[Transport] = [LocalCopy(self._rank), GlooPeer(self._rank, self._ring, self._streams)]
         if self._neighbours is not None:
             transports.insert(1, PeerRead(self._rank, self._neighbours, self._streams))
-        return ChunkTransfer(self._rank, self._staging, transports, self._streams, self._clock)
+        return ChunkTransfer(self._rank, self._staging, transports, self._streams, self._clock, self._pressure)
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 

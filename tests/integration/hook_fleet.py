@@ -88,6 +88,7 @@ class TinyEngine:
         self.position = description.group_rank_ids.index(description.address.rank_id)
         self.version = 0
         self.capturing = False
+        self.pressure = False
         self.stopped = ""
         self.rows = {layer: list(description.models[0].initial[layer.layer_id]) for layer in LAYERS}
         self.tensors: dict[LayerRef, dict[str, SlotTensor]] = {}
@@ -129,6 +130,9 @@ class TinyEngine:
 
     def is_capturing(self) -> bool:
         return self.capturing
+
+    def under_pressure(self) -> bool:
+        return self.pressure
 
     def fail_stop(self, reason: str) -> None:
         self.stopped = reason
@@ -246,6 +250,9 @@ def rank_main(
                 pipe.send((engine.wrong_slots(), rows, engine.stopped))
             case "status":
                 pipe.send(hook.status)
+            case "pressure":
+                engine.pressure = arguments[0]
+                pipe.send("")
             case "version":
                 engine.version = arguments[0]
                 pipe.send("")

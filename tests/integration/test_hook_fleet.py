@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
 
-from eplb_service.control import Armed, Copy, Disarmed, Flipped, Live, RefusalCode, Refused, Staged
-from eplb_service.ids import RankId, chunk_id
-from eplb_service.placement import row_digest
+from eplb_service.control import Armed, Copy, Disarmed, Flipped, Live, RefusalCode, Refused, Staged, Throttle
+from eplb_service.ids import LayerRef, RankId, chunk_id
+from eplb_service.placement import Placement, Table, row_digest
+from eplb_service.rollout.chunks import PlannedChunk, plan_chunks
+from eplb_service.topology import LinkKind, Topology
 from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, NUM_LOGICAL, FakeAgent, Fleet, copies
 
 pytestmark = pytest.mark.process
@@ -165,6 +167,72 @@ def test_windows_cover_the_same_boundaries_on_all_ranks_and_count_every_token(fl
         assert table.layer_ids == (1, 4)
         assert table.counts.shape == (2, 2, NUM_LOGICAL)
         assert table.counts.tolist() == [[[4 * 2] * NUM_LOGICAL] * 2] * 2
+
+
+# ── copies as the planner plans them ─────────────────────────────────────────────────────────────────────────────────────
+
+FANNED_OUT = (4, 0, 4, 1, 2, 5, 3, 0)
+NODES = ("node0", "node0", "node1", "node1")
+
+
+def planned(fleet: Fleet, rows: Mapping[LayerRef, tuple[int, ...]]) -> PlannedChunk:
+    """What the planner sends for these rows: an expert crosses to a node once."""
+    ranks = tuple(RankId(10 * (position + 1)) for position in range(4))
+
+    def placement(of: Mapping[LayerRef, Sequence[int]]) -> Placement:
+        ids, made = tuple(layer.layer_id for layer in LAYERS), np.array([of[layer] for layer in LAYERS], np.int32)
+        return Placement((Table(LAYERS[0].model, ids, NUM_LOGICAL, ranks, made),))
+
+    (chunk,) = plan_chunks(
+        placement(fleet.rows),
+        placement({**fleet.rows, **rows}),
+        topology=Topology(ranks, NODES),
+        expert_bytes=EXPERT_BYTES,
+        staging_bytes=dict.fromkeys(ranks, 1 << 30),
+        fan_out=True,
+    )
+    return chunk
+
+
+def test_an_expert_that_two_ranks_of_a_node_get_crosses_once_and_is_passed_on_vllm_ascend_2820(fleet: Fleet) -> None:
+    rows = dict.fromkeys(LAYERS, FANNED_OUT)
+    chunk = planned(fleet, rows)
+    assert any(copy.is_relay for copy in chunk.copies)
+    fleet.roll_out(rows, copies=chunk.copies)
+    fleet.check()
+    received = [message.received for message in fleet.agent.answers(Staged, chunk_id(fleet.epoch, fleet.sequence)).values()]
+    assert {
+        LinkKind.SAME_RANK: sum(links.same_rank for links in received),
+        LinkKind.SAME_NODE: sum(links.same_node for links in received),
+        LinkKind.CROSS_NODE: sum(links.cross_node for links in received),
+    } == chunk.traffic.by_link
+
+
+def test_a_throttled_chunk_takes_the_time_that_its_bytes_take_vllm_36271(fleet: Fleet) -> None:
+    rows = dict.fromkeys(LAYERS, SWAPPED)
+    chunk = planned(fleet, rows)
+    rate = max(chunk.traffic.sent) / 0.4
+    fleet.roll_out(rows, copies=chunk.copies, throttle=Throttle(bytes_per_s=rate))
+    fleet.check()
+    staged = fleet.agent.answers(Staged, chunk_id(fleet.epoch, fleet.sequence))
+    for rank, sent in zip((10, 20, 30, 40), chunk.traffic.sent, strict=True):
+        assert staged[rank].seconds >= sent / rate
+
+
+def test_copies_wait_while_an_engine_is_under_pressure_vllm_43219(fleet: Fleet) -> None:
+    paused = fleet.ask(0, "status").pauses
+    fleet.ask(0, "pressure", True)
+    rows = dict.fromkeys(LAYERS, (4, 5, 2, 3, 1, 0, 0, 1))
+    chunk = fleet.stage(rows, copies=planned(fleet, rows).copies)
+    fleet.agent.until(lambda: fleet.ask(0, "status").pauses > paused, "a pause of the first rank")
+    assert 10 not in fleet.agent.answers(Staged, chunk)
+    fleet.ask(0, "pressure", False)
+    fleet.expect(Staged, chunk)
+    status = fleet.ask(0, "status")
+    assert (status.pauses, status.paused_s > 0) == (paused + 1, True)
+    fleet.disarm(chunk)
+    fleet.expect(Disarmed, chunk)
+    fleet.check()
 
 
 # ── ranks of a node that read one another's memory ───────────────────────────────────────────────────────────────────────
