@@ -39,6 +39,17 @@ def row_digest(layer: LayerRef, row: npt.NDArray[np.integer], shares: npt.NDArra
     return (value & (1 << 63) - 1) or 1
 
 
+def fewest_slots(num_logical: int, num_ranks: int, *, at_least: int = 0) -> str:
+    """What to use where experts do not fit ranks evenly, one clause. at_least: slots that there are to be, over all ranks.
+
+    >>> fewest_slots(256, 3)
+    'use at least 86 slots per rank (258 slots, 2 redundant experts)'
+    """
+    slots = -(-max(num_logical, at_least) // max(1, num_ranks))
+    total = slots * max(1, num_ranks)
+    return f"use at least {slots} slots per rank ({total} slots, {total - num_logical} redundant experts)"
+
+
 @dataclass(frozen=True, eq=False)
 class Table:
     """Placement of the layers of one model that share E and P.
@@ -80,7 +91,8 @@ class Table:
             raise InvalidInputError(f"rank ids must be unique and at least one; got {list(self.rank_ids)}")
         if array.shape[1] == 0 or array.shape[1] % len(self.rank_ids):
             raise InvalidInputError(
-                f"{array.shape[1]} slots do not divide over {len(self.rank_ids)} ranks; every rank has as many"
+                f"{array.shape[1]} slots do not divide over {len(self.rank_ids)} ranks, and every rank has as many;"
+                f" {fewest_slots(self.num_logical, len(self.rank_ids), at_least=array.shape[1])}"
             )
         if array.size and (int(array.min()) < EMPTY_SLOT or int(array.max()) >= self.num_logical):
             layer, slot = np.argwhere((array < EMPTY_SLOT) | (array >= self.num_logical))[0].tolist()
@@ -104,7 +116,7 @@ class Table:
         if num_slots < num_logical:
             raise InvalidInputError(
                 f"{num_logical} experts do not fit {len(rank_ids)} ranks x {slots_per_rank} slots = {num_slots};"
-                f" use at least {-(-num_logical // max(1, len(rank_ids)))} slots per rank"
+                f" {fewest_slots(num_logical, len(rank_ids))}"
             )
         row = (np.arange(num_slots) % num_logical).astype(np.int32)
         return cls(model, tuple(layer_ids), num_logical, tuple(RankId(r) for r in rank_ids), np.tile(row, (len(layer_ids), 1)))

@@ -18,6 +18,7 @@ from eplb_service.control import (
 )
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import ConflictError, InvalidInputError, UnsupportedError
+from eplb_service.placement import fewest_slots
 
 _RANK_ID_MAX = 65535
 SLOTS_MAX = 1 << 26
@@ -99,7 +100,8 @@ def _check_models(registration: Registration) -> None:
             if num_physical < layer.num_logical:
                 raise InvalidInputError(
                     f"rank {rank}, layer {layer.layer_id} of model {model.name!r}: {len(registration.group_rank_ids)} ranks x"
-                    f" {layer.slots} slots = {num_physical} cannot hold {layer.num_logical} experts"
+                    f" {layer.slots} slots = {num_physical} cannot hold {layer.num_logical} experts;"
+                    f" {fewest_slots(layer.num_logical, len(registration.group_rank_ids))}"
                 )
 
 

@@ -9,6 +9,7 @@ from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GenerationNumber
 from eplb_service.pb.v1 import adviser_pb2
+from eplb_service.placement import fewest_slots
 from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
 from eplb_service.rpc import fields
 from eplb_service.rpc.arrays import array_from_pb, array_to_pb
@@ -49,7 +50,11 @@ def advice_request_to_pb(value: AdviceRequest) -> adviser_pb2.AdviseRequest:
 
 def advice_request_from_pb(message: adviser_pb2.AdviseRequest) -> AdviceRequest:
     """A question. Raises InvalidInputError for what no engine can ask, naming the field and the numbers."""
-    whole("layer_ids", len(message.layer_ids), least=1, most=fields.LAYERS_MAX)
+    if not message.layer_ids:
+        raise InvalidInputError(
+            f"layer_ids: model {message.model[:80]!r} comes with 0 MoE layers: nothing to balance; ask for a model with experts"
+        )
+    whole("layer_ids", len(message.layer_ids), most=fields.LAYERS_MAX)
     whole("rank_ids", len(message.rank_ids), least=1, most=fields.RANK_ID_MAX + 1)
     layer_ids = fields.ascending("layer_ids", message.layer_ids)
     rank_ids = tuple(fields.rank_id("rank_ids", rank) for rank in message.rank_ids)
@@ -99,7 +104,8 @@ def _current(
     if current.dtype != np.int32 or num_slots < num_logical or num_slots % num_ranks:
         raise InvalidInputError(
             f"current: {current.dtype} of {num_slots} slots for {num_logical} experts on {num_ranks} ranks; expected int32, a"
-            " slot for each expert at least, and as many on each rank"
+            " slot for each expert at least, and as many on each rank:"
+            f" {fewest_slots(num_logical, num_ranks, at_least=num_slots)}"
         )
     low, high = int(current.min()), int(current.max())
     if low < -1 or high >= num_logical:

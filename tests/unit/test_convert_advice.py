@@ -127,7 +127,7 @@ def load_of(value: float) -> common_pb2.Array:
         (set_to("origin", 0), "origin: 0 is out of range"),
         (set_to("origin", 1 << 63), "origin: "),
         (set_to("sequence", 0), "sequence: 0 is out of range"),
-        (set_to("layer_ids", []), "layer_ids: 0 is out of range; expected 1"),
+        (set_to("layer_ids", []), "layer_ids: model 'tiny' comes with 0 MoE layers: nothing to balance"),  # vllm#40740
         (set_to("layer_ids", range(5000)), "layer_ids: 5000 is out of range"),
         (set_to("layer_ids", [7, 3]), "layer_ids: 3 comes after 7"),
         (set_to("rank_ids", []), "rank_ids: 0 is out of range"),
@@ -136,7 +136,8 @@ def load_of(value: float) -> common_pb2.Array:
         (set_to("nodes", ["a"]), "nodes: 1 names for 2 ranks"),
         (set_to("nodes", ["a", ""]), "nodes: ''"),
         (set_to("num_logical", 0), "num_logical: 0 is out of range"),
-        (set_to("num_logical", 7), "6 slots for 7 experts"),
+        (set_to("num_logical", 7), "6 slots for 7 experts on 2 ranks"),
+        (set_to("num_logical", 7), "use at least 4 slots per rank (8 slots, 1 redundant experts)"),  # vllm#52435
         (set_to("num_logical", 3), "current: experts -1 to 3; expected -1 (empty) to 2"),
         (set_to("dispatch", "weighted"), "dispatch: 'weighted'; advised engines pick by even, hashed, nearest"),
         (set_to("dispatch", "x" * 100_000), "dispatch: 'xxx"),

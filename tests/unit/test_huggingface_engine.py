@@ -217,6 +217,10 @@ def test_settings_that_do_not_fit_group_or_model_are_refused() -> None:
 
 
 def test_slots_that_ranks_do_not_divide_are_refused_with_the_nearest_that_they_do() -> None:
+    """vllm#52435, vllm#50669: 0 redundant experts stay 0 where they divide; the refusal names the number and its setting."""
+    assert settings(ranks=4, num_redundant_experts=0).slots(8) == 2
+    with pytest.raises(InvalidInputError, match=r"8 experts and 0 redundant ones are 8 slots, which 3 .* = 1$"):
+        settings(ranks=3, num_redundant_experts=0).slots(8)
     assert settings(ranks=4, num_redundant_experts=4).slots(8) == 3
     with pytest.raises(InvalidInputError, match=r"8 experts and 3 redundant ones are 11 slots, which 4 .* = 0 or 4$"):
         settings(ranks=4, num_redundant_experts=3).slots(8)
@@ -229,7 +233,7 @@ def test_slots_that_ranks_do_not_divide_are_refused_with_the_nearest_that_they_d
     [
         ({"nodes": ("a", "b")}, "2 node names for 1 ranks"),
         ({"rank_ids": (RankId(-1),)}, "rank ids must be unique"),
-        ({"num_redundant_experts": -1}, "num_redundant_experts is -1"),
+        ({"num_redundant_experts": -1}, "num_redundant_experts is -1; give 0 or more"),  # vllm#50669
         ({"dispatch": "hashed"}, "dispatch is 'hashed'; this engine has even, nearest, weighted"),
     ],
 )

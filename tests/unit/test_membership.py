@@ -177,13 +177,14 @@ def test_nics_of_a_node_are_named_by_all_of_its_ranks_or_none() -> None:
 def test_protocol_ranges_without_a_common_version_are_refused() -> None:
     membership = Membership(DEPLOYMENT)
     join(membership, rank(0))
-    with pytest.raises(UnsupportedError, match=r"protocol 3\.\.4, this planner 1\.\.2"):
-        membership.handle(Registered(rank(1, protocol_min=3, protocol_max=4)), 0.0)
+    with pytest.raises(UnsupportedError, match=r"protocol 4\.\.5, this planner 1\.\.3"):
+        membership.handle(Registered(rank(1, protocol_min=4, protocol_max=5)), 0.0)
 
 
 def test_a_rank_of_the_release_before_shares_joins_unless_its_dispatch_is_weighted() -> None:
     _, group = ready(rank(0, protocol_max=1), rank(1))
-    assert group.protocol == 1
+    assert (group.protocol, group.fan_out) == (1, False)
+    assert ready(rank(0), rank(1))[1].fan_out
     with pytest.raises(UnsupportedError, match=r"dispatches by shares and speaks protocol 1\.\.1; shares came with 2"):
         Membership(DEPLOYMENT).handle(Registered(rank(0, dispatch="weighted", protocol_max=1)), 0.0)
 
@@ -193,7 +194,10 @@ def test_a_rank_of_the_release_before_shares_joins_unless_its_dispatch_is_weight
     [
         ({"models": (model(layers=()),)}, "model 'v3' with 0 MoE layers"),  # vllm#40740
         ({"models": ()}, "name at least one"),
-        ({"models": (model(layers=layers(num_logical=9)),)}, "2 ranks x 4 slots = 8 cannot hold 9 experts"),
+        (
+            {"models": (model(layers=layers(num_logical=9)),)},  # vllm#52435: named is the least that is right
+            r"2 ranks x 4 slots = 8 cannot hold 9 experts; use at least 5 slots per rank \(10 slots, 1 redundant experts\)",
+        ),
         ({"models": (model(layers=layers(expert_bytes=0)),)}, "expert_bytes=0"),
         ({"models": (model(layers=layers(1) * 2),)}, "ids are unique"),
         ({"group_rank_ids": (RankId(0), RankId(2))}, "itself among them"),

@@ -11,7 +11,7 @@ import pytest
 
 from eplb_service.errors import InvalidInputError, PolicyFailedError
 from eplb_service.ids import RankId
-from eplb_service.placement import Table
+from eplb_service.placement import Table, fewest_slots
 from eplb_service.policy.base import Constraints, ExpertOnRank, PlanningProblem, Proposal, RawPlan
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
@@ -41,11 +41,13 @@ def plan(problem: PlanningProblem, policy: str) -> Proposal:
 
 def test_slots_that_do_not_divide_over_ranks_are_refused_vllm_52435_vllm_50669() -> None:
     ranks = tuple(RankId(rank) for rank in range(3))
-    with pytest.raises(InvalidInputError, match="256 slots do not divide over 3 ranks"):
+    least = r"use at least 86 slots per rank \(258 slots, 2 redundant experts\)"
+    with pytest.raises(InvalidInputError, match=f"256 slots do not divide over 3 ranks, and every rank has as many; {least}"):
         Table("m", (0,), 256, ranks, np.arange(256, dtype=np.int32)[None])
-    with pytest.raises(InvalidInputError, match="use at least 86 slots per rank"):
+    with pytest.raises(InvalidInputError, match=f"256 experts do not fit 3 ranks x 85 slots = 255; {least}"):
         Table.linear(model="m", layer_ids=(0,), num_logical=256, rank_ids=ranks, slots_per_rank=85)
     assert not plan(problem_of(np.ones((1, 256)), num_ranks=3, slots=86), "greedy").placement.uncovered()
+    assert fewest_slots(8, 3) == "use at least 3 slots per rank (9 slots, 1 redundant experts)"  # resolved from both, never 0
     assert not plan(problem_of(np.ones((1, 8)), num_ranks=3, slots=3), "minmove").placement.uncovered()
 
 

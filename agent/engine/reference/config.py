@@ -10,6 +10,7 @@ from typing import Any
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import DeploymentId, Phase, RankId
+from eplb_service.placement import fewest_slots
 
 DISPATCHES = (Dispatch.EVEN, Dispatch.NEAREST, Dispatch.WEIGHTED)
 """What this engine can do; it numbers an expert's tokens and hashes none."""
@@ -110,7 +111,7 @@ class FleetConfig:
         if slots < fewest:
             raise InvalidInputError(
                 f"{num_experts} experts do not fit {self.num_ranks} ranks x {slots} slots = {self.num_ranks * slots};"
-                f" use at least {fewest} slots per rank"
+                f" {fewest_slots(num_experts, self.num_ranks)}"
             )
         return slots
 
