@@ -141,6 +141,7 @@ def _load_text(view: Any) -> str:
 
 def _rollout_text(rollout: Any) -> tuple[str, str]:
     done = f"{rollout.chunks_done} of {rollout.chunks_total} chunks done"
-    stalled = ", STALLED" if rollout.stalled else ""
+    ranks = ", ".join(str(rank) for rank in rollout.waiting_for)
+    stalled = f", STALLED: waits for rank {ranks}" if rollout.stalled else ""
     text = f"generation {rollout.generation}: {rollout.state}, {done}, for {seconds_text(rollout.age_s)}{stalled}"
     return text, "red" if rollout.stalled else "yellow"

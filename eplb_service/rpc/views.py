@@ -321,6 +321,7 @@ def _rollout_view(deployment: Deployment) -> admin_pb2.RolloutStatus:
         age_s=now_s - deployment.outcomes.rollout_since_s if deployment.outcomes.rollout_since_s is not None else 0.0,
         stalled=progress.stalled,
         last_error=progress.last_error or deployment.last_error,
+        waiting_for=progress.waiting_for,
     )
 
 

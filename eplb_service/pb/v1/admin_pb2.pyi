@@ -42,7 +42,7 @@ class RankStatus(_message.Message):
     def __init__(self, address: _Optional[_Union[_common_pb2.Address, _Mapping]] = ..., node: _Optional[str] = ..., state: _Optional[str] = ..., voting: bool = ..., off_reason: _Optional[str] = ..., boundary: _Optional[int] = ..., idle: bool = ..., staging_bytes: _Optional[int] = ..., windows_dropped: _Optional[int] = ..., last_seen_s_ago: _Optional[float] = ..., chunk_state: _Optional[str] = ..., nic: _Optional[str] = ...) -> None: ...
 
 class RolloutStatus(_message.Message):
-    __slots__ = ("generation", "state", "chunks_done", "chunks_total", "chunk_id", "age_s", "stalled", "last_error")
+    __slots__ = ("generation", "state", "chunks_done", "chunks_total", "chunk_id", "age_s", "stalled", "last_error", "waiting_for")
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     CHUNKS_DONE_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class RolloutStatus(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     STALLED_FIELD_NUMBER: _ClassVar[int]
     LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     generation: int
     state: str
     chunks_done: int
@@ -59,7 +60,8 @@ class RolloutStatus(_message.Message):
     age_s: float
     stalled: bool
     last_error: str
-    def __init__(self, generation: _Optional[int] = ..., state: _Optional[str] = ..., chunks_done: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunk_id: _Optional[int] = ..., age_s: _Optional[float] = ..., stalled: bool = ..., last_error: _Optional[str] = ...) -> None: ...
+    waiting_for: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., state: _Optional[str] = ..., chunks_done: _Optional[int] = ..., chunks_total: _Optional[int] = ..., chunk_id: _Optional[int] = ..., age_s: _Optional[float] = ..., stalled: bool = ..., last_error: _Optional[str] = ..., waiting_for: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SettingsView(_message.Message):
     __slots__ = ("deployment", "mode", "paused", "pause_reason", "policy", "drained_rank_ids")
