@@ -105,6 +105,11 @@ class LayerPlanner:
         return not self.task.load.any() or self.chosen.height <= self.target + ROUNDING
 
     @property
+    def missed(self) -> bool:
+        """Whether no search found a row at the target, or next to the bound."""
+        return self.best is None and not self.settled
+
+    @property
     def excused(self) -> bool:
         """Whether the live row is over the target by no more than sampling noise, and was left for that."""
         return self.settled and not self.met and self.chosen is self.search.rest
@@ -130,6 +135,16 @@ class LayerPlanner:
             self.look(share, expired)
         elif not self.settled and not expired():  # greedy's row is no answer to a search that had no time
             self._look_for_lowest(int(self.steps * share), expired)
+
+    def last_look(self, share: float, expired: Expired) -> None:
+        """Where no row at the target is known: once more, and the lower of the two is taken."""
+        if not self.missed or expired():
+            return
+        known = self.fallback
+        self._look_for_lowest(int(self.steps * share), expired)
+        if self.best is None and known is not None and self.fallback is not None and known.height <= self.fallback.height:
+            self.fallback = known
+            self._note(known)
 
     def _look_for_lowest(self, steps: int, expired: Expired) -> None:
         """No row at the target is known: the best balance, then few moves to come close to it.

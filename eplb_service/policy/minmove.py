@@ -33,7 +33,7 @@ from eplb_service.policy.shares import front_shares, with_shares
 DEFAULT_TARGET = 1.02
 """Imbalance to reach when the problem names none."""
 
-STEPS = {Effort.QUICK: 10_000_000, Effort.NORMAL: 50_000_000, Effort.THOROUGH: 400_000_000}
+STEPS = {Effort.QUICK: 8_000_000, Effort.NORMAL: 44_000_000, Effort.THOROUGH: 400_000_000}
 """Annealing steps over all layers: what the standard work (58 layers of 288 slots) takes 1, 5 and 30 s for on one core."""
 
 STEPS_PER_SLOT = {Effort.QUICK: 600, Effort.NORMAL: 3_000, Effort.THOROUGH: 24_000}
@@ -43,19 +43,23 @@ STEPS_PER_LAYER_MIN = 60_000
 """Steps of a small layer when no work budget is given."""
 
 QUICK_LOOK, LONG_LOOK, SECOND_LOOK, LEVELLING = 0.15, 0.6, 0.15, 0.1
-"""Shares of the steps that the passes over the layers take."""
+"""Shares of a layer's steps that the passes over the layers take."""
+
+LAST_LOOK = 0.05
+"""Share of all steps that is kept for the layers in which no row at the target was found: a few have as many again."""
 
 WITH_FRONT = 0.6
 """Share of the steps for the plan itself when a front is needed too."""
 
 
 def steps_of(problem: PlanningProblem, limits: Limits) -> int:
-    """Annealing steps of each layer."""
+    """Annealing steps of each layer, before the last look."""
     layers = problem.current.num_layers
+    budget = STEPS[problem.effort] if problem.work_budget is None else problem.work_budget
+    steps = int(budget * (1.0 - LAST_LOOK)) // layers
     if problem.work_budget is not None:
-        return problem.work_budget // layers
-    per_slot = max(STEPS_PER_LAYER_MIN, STEPS_PER_SLOT[problem.effort] * limits.num_slots)
-    return min(STEPS[problem.effort] // layers, per_slot)
+        return steps
+    return min(steps, max(STEPS_PER_LAYER_MIN, STEPS_PER_SLOT[problem.effort] * limits.num_slots))
 
 
 class MinMovePolicy:
@@ -126,6 +130,10 @@ class _TablePlan:
         self._each(lambda planner: planner.look(QUICK_LOOK * share, self.expired))
         self._each(lambda planner: planner.look(LONG_LOOK * share, self.expired))
         self._each(lambda planner: planner.look_again(SECOND_LOOK * share, self.expired))
+        missed = [planner for planner in self.planners if planner.missed]
+        if missed:
+            more = min(1.0, LAST_LOOK * len(self.planners) / len(missed))
+            self._each(lambda planner: planner.last_look(more * share, self.expired))
         self._each(lambda planner: planner.level(LEVELLING * share, self.expired))
         if self.problem.front or (limited and not self._fits()):
             self._each(lambda planner: planner.widen(1.0 - share, self.expired))

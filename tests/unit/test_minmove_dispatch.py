@@ -221,7 +221,7 @@ def test_a_nearest_plan_goes_by_where_tokens_come_from() -> None:
 
 
 def test_fewer_tokens_cross_nodes_at_equal_balance_and_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = standard_problem(Dispatch.NEAREST, max_imbalance=1.02, work_budget=900_000)
+    problem = standard_problem(Dispatch.NEAREST, max_imbalance=1.02, work_budget=950_000)
     priced = planned(problem)
     monkeypatch.setattr(anneal_routes, "HOP_PRICE", 0.0)
     unpriced = planned(problem)
