@@ -353,8 +353,13 @@ class Deployment:
         if progress.generation is not None:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
-            return "observe_only", group.observe_only
+            return "observe_only", self._why_observing(group.observe_only)
         return "ready", self.carrier.waiting_reason or self._last_refusal() or self.last_error
+
+    def _why_observing(self, what: str) -> str:
+        """What is missing, and the reason that a rank which has none of it gives, as far as one did."""
+        said = [facts.off_reason for facts in self.carrier.ranks.values() if facts.off_reason and not facts.staging_bytes]
+        return ": ".join([what, *said[:1]])
 
     async def wait_for_change(self) -> None:
         """Return at the next change of the live map, a generation or the settings."""

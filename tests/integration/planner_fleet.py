@@ -120,6 +120,7 @@ class Fleet:
     hold_hello: bool = False
     hold_flips: bool = False
     hold_staging: bool = False
+    off_reason: str = ""
     ranks: list[Rank] = field(default_factory=list)
     sent: list[FromAgent] = field(default_factory=list)
     got: list[ToRank] = field(default_factory=list)
@@ -206,8 +207,8 @@ class Fleet:
                         sender=rank.address,
                         boundary=self.boundary,
                         idle=False,
-                        voting=True,
-                        off_reason="",
+                        voting=not self.off_reason,
+                        off_reason=self.off_reason,
                         windows_dropped=0,
                         weights_version=1,
                     )
@@ -347,8 +348,8 @@ class Fleet:
             flipped_id=ChunkId(rank.flipped_id),
             boundary=self.boundary,
             weights_version=1,
-            voting=True,
-            off_reason="",
+            voting=not self.off_reason,
+            off_reason=self.off_reason,
             layers=layers,
         )
 

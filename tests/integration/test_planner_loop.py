@@ -536,6 +536,27 @@ def test_unknown_deployment_names_those_that_are_known() -> None:
     run(scenario())
 
 
+def test_status_says_why_nothing_is_moved_where_an_engine_cannot_trtllm_18626() -> None:
+    """A balancer that is configured and silently does nothing: here status says what the engine's own hook says."""
+
+    async def scenario() -> None:
+        async with planner() as (_, address):
+            fleet = Fleet(address)
+            fleet.staging_bytes, fleet.off_reason = 0, "layer moe/3: the engine's table has expert 7 in slot 2"
+
+            async def reason() -> str:
+                said = (await status_of(fleet)).reason
+                return said if fleet.off_reason in said else ""
+
+            async with fleet:
+                await reach(fleet, "observe_only")
+                said = await until_true(reason, "the reason of a pulse")
+                assert said.endswith(f" allocated no staging: {fleet.off_reason}")
+                assert {rank.off_reason for rank in (await status_of(fleet)).ranks} == {fleet.off_reason}
+
+    run(scenario())
+
+
 def test_rank_that_disagrees_about_the_model_is_refused_naming_both() -> None:
     async def scenario() -> None:
         async with planner() as (_, address), Fleet(address) as fleet:
