@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from agent.transfer.ways import Ways
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, GenerationNumber, LayerRef, RankId
 
 NIC_CHARACTERS_MAX = 256
 """Most that a planner takes of a name."""
-
-SAME_NODE_COPIES = ("send", "read")
-"""How experts go between ranks of a node."""
 
 RECORDER_MODES = ("window",)
 """Ways of recording that a planner can use. Per-token and per-pass records cannot be planned on (sglang#7266)."""
@@ -36,6 +34,8 @@ class HookConfig:
     recorder: one of RECORDER_MODES.
     same_node_copies: `send` = over gloo, as across nodes; `read` = ranks of a node read experts out of one another's memory
         where that can be (CUDA IPC; on a CPU memory of `agent.transfer.memory_handles.allocate_shared`), else they are sent.
+    cross_node_copies: `send` = over gloo; `nixl` = experts are read out of the memory of ranks of other nodes over NIXL, where
+        that package is and tensors lie contiguous within a slot, else they are sent.
     nic: NIC, or rail, by which this rank reaches other nodes; ranks of a node that share it name it alike. Or, where all ranks
         of a node have one environment, the NIC of each of them in the order of the group: `mlx5_0,mlx5_0,mlx5_1,mlx5_1`.
         None = its own.
@@ -61,6 +61,7 @@ class HookConfig:
     recorder: str = "window"
     nic: str | None = None
     same_node_copies: str = "send"
+    cross_node_copies: str = "send"
 
     def __post_init__(self) -> None:
         for name in ("vote_period", "window_steps", "sub_windows", "ring_windows"):
@@ -88,10 +89,7 @@ class HookConfig:
             raise InvalidInputError(
                 f"recorder mode {self.recorder!r} cannot be planned on; allowed: {', '.join(RECORDER_MODES)} (sglang#7266)"
             )
-        if self.same_node_copies not in SAME_NODE_COPIES:
-            raise InvalidInputError(
-                f"same_node_copies is {self.same_node_copies!r}; EPLB_SAME_NODE_COPIES may be {' or '.join(SAME_NODE_COPIES)}"
-            )
+        self.ways  # noqa: B018  # raises
         self._check_nics()
 
     def _check_nics(self) -> None:
@@ -101,6 +99,11 @@ class HookConfig:
                 f"nic {bad[:40]!r} has {len(bad)} characters; name it in EPLB_NIC by 1 to {NIC_CHARACTERS_MAX} printable ones,"
                 " such as mlx5_0, or leave the variable out"
             )
+
+    @property
+    def ways(self) -> Ways:
+        """How experts go between ranks. Raises InvalidInputError for a word that is none."""
+        return Ways(same_node=self.same_node_copies, cross_node=self.cross_node_copies)
 
     @property
     def nics(self) -> tuple[str, ...]:
@@ -146,6 +149,7 @@ VARIABLES: dict[str, tuple[str, Callable[[str], Any]]] = {
     "EPLB_RECORDER": ("recorder", str),
     "EPLB_NIC": ("nic", str),
     "EPLB_SAME_NODE_COPIES": ("same_node_copies", str),
+    "EPLB_CROSS_NODE_COPIES": ("cross_node_copies", str),
 }
 """Environment variable → setting and how it is read."""
 
@@ -156,7 +160,7 @@ class HookStatus:
 
     voting: takes part in votes and in rollouts; off_reason says why not. boundary: step boundaries begun so far.
     generations: what each layer routes by now. flipped_id: last chunk that became live. open_id: chunk under way, 0 = none.
-    connected: to the agent process. reads_from: ranks of this node whose memory experts are read from. Counters run since the
+    connected: to the agent process. reads_from: ranks whose memory experts are read from. Counters run since the
     start. pauses, paused_s: how often and how long in all experts waited for the engine to be under less pressure.
     """
 

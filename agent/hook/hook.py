@@ -401,7 +401,7 @@ class Hook:
             weights=Weights(tensors=facts.tensors, layouts=facts.layouts, device=facts.device),
             budget_bytes=config.staging_bytes,
             store=meeting.store,
-            reads_neighbours=config.same_node_copies == "read",
+            ways=config.ways,
             streams=self._streams,
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             clock=time.monotonic,

@@ -20,19 +20,18 @@ from agent.hook.chunk_events import NO_CHUNK, BeginStaging, StagingDone, Staging
 from agent.hook.loaded_check import Rows, check_loaded_slots
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
+from agent.transfer import transports
 from agent.transfer.checksum import slot_checksums
 from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, first_line, local_store
-from agent.transfer.gloo_peer import GlooPeer, SendRing
-from agent.transfer.local_copy import LocalCopy
-from agent.transfer.memory_handles import allocate_shared, handles_for
+from agent.transfer.gloo_peer import SendRing
+from agent.transfer.memory_handles import allocate_shared
 from agent.transfer.mesh import GlooMesh
 from agent.transfer.pace import Pressure
-from agent.transfer.peer_memory import Neighbours, meet_neighbours
-from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import ExpertLayout, Staging
 from agent.transfer.streams import DeviceEvent, Streams
-from agent.transfer.transport import LocalRank, StagedCopy, TransferError, Transport
+from agent.transfer.transport import LocalRank, StagedCopy, TransferError
+from agent.transfer.ways import Ways
 from eplb_service.control import RefusalCode, Stage
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, LayerRef, RankId
@@ -52,7 +51,7 @@ class Weights:
 class Stager:
     """Runs copies for the hook. `begin`, `cancel` and `forget` may be called from any thread.
 
-    reads_neighbours: experts of ranks of this node are read out of their memory where that can be.
+    ways: how experts go between ranks.
     pressure: what the engine says of it; None = nothing.
     on_end: told how each chunk's copy ended, with what its flip needs when it ended well; from the worker thread.
     """
@@ -65,7 +64,7 @@ class Stager:
         weights: Weights,
         budget_bytes: int,
         store: Store | None,
-        reads_neighbours: bool,
+        ways: Ways,
         streams: Streams,
         rendezvous_timeout_s: float,
         clock: Callable[[], float],
@@ -75,9 +74,8 @@ class Stager:
         self._shape, self._weights, self._streams, self._clock, self._on_end = shape, weights, streams, clock, on_end
         self._store = store
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._reads_neighbours, self._pressure = reads_neighbours, pressure
-        self._neighbours: Neighbours | None = None
-        allocate = allocate_shared if reads_neighbours else None
+        self._ways, self._pressure = ways, pressure
+        allocate = allocate_shared if ways.same_node == "read" else None
         self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams, allocate=allocate)
         self._ring = SendRing.allocate(weights.layouts, weights.device, streams)
         self._checksums: dict[LayerRef, list[int]] = {}
@@ -92,6 +90,7 @@ class Stager:
             checksums=self._checksums,
         )
         self._position = shape.group_rank_ids.index(shape.rank_id)
+        self._transports = transports.sending(self._rank, self._ring, streams)
         self._transfer = self._make_transfer()
         self._lock = threading.Lock()
         self._mesh: GlooMesh | None = None
@@ -111,13 +110,10 @@ class Stager:
         rows: what was loaded, by layer. Raises ConflictError when a slot does not hold what they say, DeadlineError when a rank
         of the group does not say in time what memory it shares, or what it loaded.
         """
-        if self._reads_neighbours and self._store is not None:
-            handles = handles_for(self._weights.device)
-            self._neighbours = meet_neighbours(
-                self._store, self._rank, self._staging, handles, timeout_s=self._rendezvous_timeout_s
+        if self._store is not None:
+            self._transports = transports.meet(
+                self._ways, self._store, self._rank, self._staging, self._ring, self._streams, self._rendezvous_timeout_s
             )
-            for rank, problem in self._neighbours.problems.items():
-                logger.warning("hook.not_read: experts of rank %d are sent by it, not read from its memory: %s", rank, problem)
             self._transfer = self._make_transfer()
         self._compute_checksums(weights_version)
         check_loaded_slots(self._store, self._shape, rows, self._checksums, self._rendezvous_timeout_s)
@@ -125,8 +121,8 @@ class Stager:
 
     @property
     def reads_from(self) -> tuple[RankId, ...]:
-        """Ranks of this node whose memory experts are read from."""
-        return tuple(sorted(self._neighbours.memory)) if self._neighbours is not None else ()
+        """Ranks whose memory experts are read from."""
+        return self._transports.reads_from
 
     def begin(self, order: BeginStaging, old_rows: Mapping[LayerRef, tuple[int, ...]]) -> None:
         """Copy a chunk. old_rows: live row of each of its layers."""
@@ -161,10 +157,8 @@ class Stager:
             self._thread.join(timeout_s)
 
     def _make_transfer(self) -> ChunkTransfer:
-        transports: list[Transport] = [LocalCopy(self._rank), GlooPeer(self._rank, self._ring, self._streams)]
-        if self._neighbours is not None:
-            transports.insert(1, PeerRead(self._rank, self._neighbours, self._streams))
-        return ChunkTransfer(self._rank, self._staging, transports, self._streams, self._clock, self._pressure)
+        ways = self._transports.all
+        return ChunkTransfer(self._rank, self._staging, ways, self._streams, self._clock, self._pressure)
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -190,7 +190,7 @@ def _shared_settings(facts: EngineFacts, config: HookConfig) -> dict[str, str]:
     shared = {f"digest of model {model.name}": model.digest for model in facts.models}
     shared |= {f"row of layer {layer}": f"{live.digest:#x}" for layer, live in sorted(facts.live.items())}
     shared["vote period"] = str(config.vote_period)
-    shared["same-node copies"] = config.same_node_copies
+    shared["copies within nodes and across"] = f"{config.same_node_copies} and {config.cross_node_copies}"
     shared["window steps"] = str(config.window_steps)
     shared["replica table width"] = str(facts.shape.replica_table_width)
     shared["ranks"] = str(list(facts.shape.group_rank_ids))

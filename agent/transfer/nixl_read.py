@@ -104,7 +104,7 @@ class Reachable:
 
 
 def meet_agents(store: Store, rank: LocalRank, staging: Staging, agent: NixlAgent | str, timeout_s: float) -> Reachable:
-    """Exchange addresses with all ranks. agent: of this rank, or why it has none.
+    """Exchange addresses with the ranks of other nodes. agent: of this rank, or why it has none.
 
     Raises DeadlineError when a rank does not come in time.
     """
@@ -116,7 +116,7 @@ def meet_agents(store: Store, rank: LocalRank, staging: Staging, agent: NixlAgen
         said = json.loads(said_by(store, f"nixl/{peer}", peer, timeout_s))
         slots = {LayerRef(model, layer_id): _pairs(of) for model, layer_id, of in said.get("layers", [])}
         layers[peer] = frozenset(slots)
-        if peer == rank.rank_id:
+        if rank.nodes[rank.column(peer)] == rank.nodes[rank.column(rank.rank_id)]:
             continue
         if isinstance(agent, str) or "problem" in said:
             problems[peer] = str(said.get("problem", agent))

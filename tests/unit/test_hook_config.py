@@ -25,6 +25,8 @@ def test_the_environment_sets_what_it_names() -> None:
         ({"EPLB_SOCKET": "/s", "EPLB_STAGING_BYTES": "-1"}, "staging_bytes must be >= 0"),
         ({"EPLB_SOCKET": "/s", "EPLB_VOTE_TIMEOUT_S": "nan"}, "vote_timeout_s must be a positive number"),
         ({"EPLB_SOCKET": "/s", "EPLB_NIC": "mlx5_0,,mlx5_1"}, "nic '' has 0 characters; name it in EPLB_NIC"),
+        ({"EPLB_SOCKET": "/s", "EPLB_SAME_NODE_COPIES": "ipc"}, "'ipc'; EPLB_SAME_NODE_COPIES may be send or read"),
+        ({"EPLB_SOCKET": "/s", "EPLB_CROSS_NODE_COPIES": "rdma"}, "'rdma'; EPLB_CROSS_NODE_COPIES may be send or nixl"),
         ({"EPLB_SOCKET": "/s", "EPLB_NIC": "x" * 257}, "has 257 characters; name it in EPLB_NIC by 1 to 256"),
         ({"EPLB_SOCKET": "/s", "EPLB_SUB_WINDOWS": "33"}, "33 sub-windows do not fit a window of 32 steps"),
     ],

@@ -23,6 +23,7 @@ from agent.hook.stager import Stager, Weights
 from agent.transfer.gloo import Store, local_store
 from agent.transfer.staging import ExpertLayout, stored
 from agent.transfer.streams import HostStreams
+from agent.transfer.ways import Ways
 from eplb_service.control import Address, Copy, LayerChange, RefusalCode, Stage
 from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, LayerRef, RankId
 from tests.contract.transport_ranks import in_shared_memory
@@ -64,7 +65,7 @@ class Rank:
             weights=Weights(tensors=tensors, layouts=layouts, device=torch.device("cpu")),
             budget_bytes=SLOTS * sum(sizes.values()),
             store=store,
-            reads_neighbours=True,
+            ways=Ways(same_node="read"),
             streams=HostStreams(),
             rendezvous_timeout_s=20.0,
             clock=time.monotonic,
