@@ -145,7 +145,10 @@ def _staging_problem(shape: RankShape) -> str:
     """Staging must hold at least one layer of this rank."""
     need = StagingMemory.of((layer.slots, layer.expert_bytes) for layer in shape.layers.values()).least
     if shape.staging_bytes < need:
-        return f"staging of {shape.staging_bytes} bytes holds less than one layer of this rank ({need} bytes)"
+        return (
+            f"staging of {shape.staging_bytes} bytes holds less than one layer of this rank ({need} bytes):"
+            " set EPLB_STAGING_BYTES to that at least, or to 0 if nothing is to be moved"
+        )
     return ""
 
 

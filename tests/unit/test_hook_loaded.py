@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
 from agent.hook.loaded_check import unequal_replicas
 from eplb_service.ids import LayerRef
-from tests.integration.hook_fleet import LAYERS, TinyEngine, describe, free_port
+from tests.integration.hook_fleet import LAYERS, TinyEngine, describe, free_port, tables_of
 
 RANKS = 4
 """Slots 0 and 1 of the group hold experts 0 and 1, and so do slots 6 and 7: both slots of the last rank are redundant."""
@@ -52,6 +53,22 @@ def leave_one_scale_out(engines: list[TinyEngine]) -> None:
     """The weights are there, one tensor of one expert beside them is not."""
     name = list(engines[0].tensors[LAYERS[1]])[1]
     engines[0].tensors[LAYERS[1]][name].data[1].view(-1)[0] += 1
+
+
+def route_otherwise_on_one_rank(engines: list[TinyEngine]) -> None:
+    """One rank has two experts of a layer the other way round in its map, and says so itself."""
+    made = engines[2]
+    model = made.description.models[0]
+    row = [1, 0, *model.initial[4][2:]]
+    made.description = replace(made.description, models=(replace(model, initial={**model.initial, 4: tuple(row)}),))
+    made.tables[LAYERS[1]] = tables_of(row)
+
+
+def test_ranks_that_route_by_different_maps_move_nothing_and_name_the_layer_sglang_32962() -> None:
+    """Where outputs are summed, an expert that two ranks send elsewhere counts twice or not at all, without an error."""
+    reasons = reasons_after_start(route_otherwise_on_one_rank)
+    assert all("disagree about row of layer tiny/4: 0x" in reason for reason in reasons)
+    assert any("rank 10 and rank 30 disagree" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize(

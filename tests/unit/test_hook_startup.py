@@ -189,15 +189,16 @@ def test_a_weighted_engine_without_a_sound_table_of_shares_can_move_nothing(
     assert facts.live[LAYERS[1]].shares is not None, "the planner still learns by what it routes, as far as is known"
 
 
-def test_staging_for_less_than_one_layer_is_observe_only() -> None:
-    assert "holds less than one layer of this rank (288 bytes)" in inspect(engine(), config(staging_bytes=287)).problem
+def test_staging_for_less_than_one_layer_is_observe_only_and_says_what_to_set_vllm_24523() -> None:
+    problem = inspect(engine(), config(staging_bytes=287)).problem
+    assert "holds less than one layer of this rank (288 bytes): set EPLB_STAGING_BYTES to that at least" in problem
     assert inspect(engine(), config(staging_bytes=288)).problem == ""
 
 
-def test_an_engine_without_moe_layers_is_refused_by_name() -> None:
+def test_an_engine_without_moe_layers_is_refused_by_name_vllm_40740() -> None:
     made = engine()
     made.description = replace(made.description, models=(replace(made.description.models[0], layers=()),))
-    with pytest.raises(InvalidInputError, match="registers no MoE layers"):
+    with pytest.raises(InvalidInputError, match=r"registers no MoE layers \(models: \['tiny'\]\)"):
         inspect(made, config())
 
 
