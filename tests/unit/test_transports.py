@@ -1,4 +1,4 @@
-"""Which way experts take: chosen by what ranks can read of one another, the same on all of them; what cannot be read is sent."""
+"""Which way experts take: chosen by what ranks can read of one another, alike on all of them; the rest is sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from agent.transfer.gloo import Store, local_store
 from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
 from agent.transfer.memory_handles import HandleError, SharedHostHandles, allocate_shared
-from agent.transfer.nixl_read import NixlRead
+from agent.transfer.nixl_read import NixlRead, Reachable
 from agent.transfer.peer_memory import meet_neighbours
 from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import Staging
@@ -26,7 +26,7 @@ from agent.transfer.transports import Transports
 from agent.transfer.ways import Ways
 from eplb_service.errors import DeadlineError
 from tests.contract.transport_ranks import RANK_IDS, Group, Kind, by_gloo, copy
-from tests.mixed_experts import BF16
+from tests.mixed_experts import BF16, INT4
 
 WAYS = Ways(same_node="read", cross_node="nixl")
 
@@ -211,9 +211,6 @@ def test_handles_are_opened_once_and_a_source_says_that_staging_may_be_read_only
 
 def test_nixl_carries_what_lies_as_it_is_packed_and_every_relay(group: Group) -> None:
     """Column-major weights are sent; a relay lies packed in staging, whatever the slots look like."""
-    from agent.transfer.nixl_read import Reachable
-    from tests.mixed_experts import INT4
-
     links = frozenset((source, target) for source in RANK_IDS for target in RANK_IDS if source != target)
     layers = {rank: frozenset({INT4}) for rank in RANK_IDS}
     nixl = NixlRead(group.ranks[0].rank, Reachable(links, layers, {}, {}), None, HostStreams())
