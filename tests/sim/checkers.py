@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from eplb_service.control import Disarm, Disarmed, Flipped, FromRank, Hello, Live, LiveLayer, Refused, Stage, ToRank
 from eplb_service.control import RefusalCode as Code
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import ChunkId, Epoch, LayerRef, chunk_epoch
+from eplb_service.ids import ChunkId, Epoch, GroupId, LayerRef, chunk_epoch
 from eplb_service.rollout.events import Alarm
 from tests.sim.model import weights_of
 from tests.sim.world import World
@@ -34,6 +34,7 @@ class Checkers:
         self._boundary_of_flip: dict[ChunkId, int] = {}
         self._never_flips: set[ChunkId] = set()
         self._stages: dict[ChunkId, tuple[object, ...]] = {}
+        self._group_of: dict[ChunkId, GroupId] = {}
         self._published: dict[int, Mapping[LayerRef, int]] = {}
         self._started: set[tuple[int, int]] = set()
         self._answered: dict[Rank, Epoch] = {}
@@ -91,6 +92,8 @@ class Checkers:
             chunk_epoch(chunk) >= self._answered.get(rank, 0),
             f"chunk {chunk:#x} flips after rank {rank.address.rank_id} told a later leader what is live",
         )
+        group = self._group_of.get(chunk, rank.address.group_id)
+        self._require(group == rank.address.group_id, f"chunk {chunk:#x} of group {group} flips in {rank.address.group_id}")
         published = self._published.get(stage.generation)
         for change in stage.layers:
             was = before[change.layer].generation
@@ -138,6 +141,7 @@ class Checkers:
             f"generation {message.generation} is sent in epoch {epoch} before the store has it",
         )
         content = (message.layers, message.copies, message.generation, message.mesh_id, message.weights_version)
+        self._group_of.setdefault(message.chunk_id, message.to.group_id)
         known = self._stages.setdefault(message.chunk_id, content)
         self._require(
             known is content or known == content, f"invariant 7: chunk {message.chunk_id:#x} is not the same for all ranks"

@@ -147,6 +147,12 @@ class Shape:
         """Rows of some layers turned round by some slots: another placement each time, and easy to read."""
         return live.placement.with_rows({layer: np.roll(live.placement.row(layer), by) for layer in layers})
 
+    def swapped_target(self, live: LiveMap, one: int, other: int) -> Placement:
+        """The first layer with two slots changed for one another."""
+        row = live.placement.row(LAYERS[0]).copy()
+        row[[one, other]] = row[[other, one]]
+        return live.placement.with_rows({LAYERS[0]: row})
+
     def _random_shares(self, row: Int32Array, chance: random.Random) -> Float32Array:
         """Each expert's tokens split at random over its slots. Shape (P,)."""
         weights = np.array([chance.randint(1, 4) for _ in row], np.float64)

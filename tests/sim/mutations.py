@@ -22,7 +22,6 @@ from eplb_service.control import Disarm, Disarmed, Flipped, Live, RefusalCode
 from eplb_service.generation import AS_LOADED, LiveMap
 from eplb_service.ids import ChunkId
 from eplb_service.rollout import open_chunk
-from eplb_service.rollout.chunk_ids import ChunkIds
 from eplb_service.rollout.events import Effect, RolloutState
 from eplb_service.rollout.live_replies import LiveReplies
 from eplb_service.rollout.machine import Rollout
@@ -242,16 +241,6 @@ def _first_reply_counts() -> Patches:
     return [(LiveReplies, "take", hasty)]
 
 
-def _replies_from_before_the_end() -> Patches:
-    real = LiveReplies.take
-
-    def trusting(self: LiveReplies, live: Live, live_map: LiveMap, now: float) -> bool:
-        self._last_opened = hook.NO_CHUNK
-        return real(self, live, live_map, now)
-
-    return [(LiveReplies, "take", trusting)]
-
-
 def _answers_of_another_group() -> Patches:
     def deaf(self: Rollout, address: Any) -> bool:
         return self._group is not None and address.rank_id in self._group.addresses
@@ -274,10 +263,6 @@ def _numbers_of_the_store_alone() -> Patches:
 
 def _all_leaders_count_from_one() -> Patches:
     return [(planner, "first_sequence", lambda chance: 1)]
-
-
-def _strange_ids_say_nothing() -> Patches:
-    return [(ChunkIds, "is_foreign", lambda self, chunk_id: False)]
 
 
 def _publishing_overwrites() -> Patches:
@@ -306,12 +291,10 @@ MUTATIONS: dict[str, Mutation] = {
     "one flip for all": Mutation("a chunk is done when every rank said Flipped", _one_flip_for_all),
     "silence is a withdrawal": Mutation("a chunk is given up only with a proof that it never flips", _silence_is_a_withdrawal),
     "first reply counts": Mutation("the live map is what all ranks reply", _first_reply_counts),
-    "replies from before the end": Mutation("a reply counts once our last chunk is closed there", _replies_from_before_the_end),
     "answers of another group": Mutation("the planner drops what another life or group says", _answers_of_another_group),
     "sends before the store has it": Mutation("persist before send", _sends_before_the_store_has_it),
     "numbers of the store alone": Mutation("the next generation is 1 + max(store, all ranks)", _numbers_of_the_store_alone),
     "all leaders count from one": Mutation("chunk ids begin at random within an epoch", _all_leaders_count_from_one),
-    "strange ids say nothing": Mutation("an id of our epoch that is not ours is of another leader", _strange_ids_say_nothing),
     "publishing overwrites": Mutation("a generation is published only where there is none", _publishing_overwrites),
 }
 """By name; docs/consistency.md lists them."""

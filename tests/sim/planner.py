@@ -57,6 +57,9 @@ from tests.sim.model import DEPLOYMENT, Shape
 from tests.sim.store import LEASE_S, SimStore, StoreClient
 from tests.sim.world import Clock, World
 
+SILENCE_S = 3.0
+"""How long a rank counts as alive after it was last heard."""
+
 SETTINGS = RolloutSettings(
     stage_timeout_s=1.5,
     arm_ttl_s=2.0,
@@ -109,7 +112,7 @@ class PlannerProcess:
         self.settings = SETTINGS
         self.finished: list[Finished] = []
         self.alarms: list[Alarm] = []
-        self.membership = Membership(DEPLOYMENT)
+        self.membership = Membership(DEPLOYMENT, silence_s=SILENCE_S)
         self.rollout: Rollout | None = None
         self.epoch = Epoch(0)
         self.highest = 0

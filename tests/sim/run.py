@@ -90,8 +90,8 @@ class Run:
         planner.start()
 
     def forget(self) -> None:
-        """Numbers that store, planners and ranks all lost may be given again."""
-        known = [self.store.newest, *(planner.floor() for planner in self.planners if planner.is_alive)]
+        """Numbers that the store, the newest planner and ranks all lost may be given again."""
+        known = [self.store.newest, self.leader.floor() if self.leader.is_alive else 0]
         for rank in self.engine.ranks:
             known += [rank.machine.ledger.generation_seen, *(live.generation for live in rank.routed.values())]
         self.checkers.forget_numbers(max(known))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from agent.hook import chunk_events as hook
 from eplb_service.control import Copy, LinkBytes, RefusalCode, Stage
-from eplb_service.ids import ChunkId, LayerRef
+from eplb_service.ids import ChunkId, LayerRef, RankId
 from tests.sim.model import GARBAGE, weights_of
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class StagingWorker:
         self._engine, self._rank, self._faults = engine, rank, faults
         self._job: _Job | None = None
         self._held: _Job | None = None
+        self._jobs: list[_Job] = []
         self.buffer: dict[int, int] = {}
 
     @property
@@ -56,6 +57,8 @@ class StagingWorker:
         """Copies read their sources at times of their own."""
         mine = tuple(copy for copy in stage.copies if copy.target_rank == self._rank.address.rank_id)
         job = self._job = _Job(stage, mine)
+        self.buffer.clear()
+        self._jobs = [*(known for known in self._jobs if not known.is_over), job]
         chance = self._faults.chance
         if chance is None:
             job.is_corrupt = self._rank.position in self._faults.next_corrupt
@@ -84,11 +87,29 @@ class StagingWorker:
         if job.is_over:
             return
         copy = job.copies[region]
-        source = self._engine.ranks[self._engine.shape.rank_ids.index(copy.source_rank)]
+        source = self._rank_of(copy.source_rank)
         if source.is_stopped or source.is_dead:
             job.lost_peer = True
         is_corrupt = job.is_corrupt and region == 0
-        self.buffer[region] = GARBAGE if is_corrupt else source.slots[copy.layer][copy.source_slot]
+        self.buffer[region] = GARBAGE if is_corrupt else self._sent(job.stage, copy)
+
+    def _sent(self, stage: Stage, copy: Copy) -> int:
+        """What the source sends: of a live slot, or what an earlier copy brought it (for which it waits)."""
+        if not copy.is_relay:
+            return self._rank_of(copy.source_rank).slots[copy.layer][copy.source_slot]
+        first = stage.copies[copy.relay_of]
+        brought = self._rank_of(copy.source_rank).worker.brought(stage.chunk_id, first)
+        return self._sent(stage, first) if brought is None else brought
+
+    def brought(self, chunk: ChunkId, copy: Copy) -> int | None:
+        """What a copy of a chunk brought into this buffer; None as long as it did not."""
+        job = self._job or self._held
+        if job is None or job.stage.chunk_id != chunk or copy not in job.copies:
+            return None
+        return self.buffer.get(job.copies.index(copy))
+
+    def _rank_of(self, rank_id: RankId) -> Rank:
+        return self._engine.ranks[self._engine.shape.rank_ids.index(rank_id)]
 
     def cancel(self, chunk: ChunkId) -> None:
         """Its copy ends soon, and with it the last write to the buffer."""
@@ -109,6 +130,12 @@ class StagingWorker:
             self._engine.world.require(False, f"rank {self._rank.address.rank_id} flips, and nothing is staged")
             return {}
         return {(copy.layer, copy.target_slot): self.buffer.get(region, GARBAGE) for region, copy in enumerate(held.copies)}
+
+    def write_late(self) -> None:
+        """Every copy that is not over writes once more; none when all were seen to their end."""
+        for job in self._jobs:
+            for region in range(len(job.copies)):
+                self._read(job, region)
 
     def end_now(self, failure: str = "") -> None:
         """A script says that the copy under way ends. failure: why it fails; empty = all bytes are there."""
