@@ -17,12 +17,15 @@ from eplb_service.generation import LiveMap
 from eplb_service.ids import ChunkId, Epoch, RankId
 from eplb_service.membership.group import Group
 from eplb_service.rollout.events import Alarm, AlarmCode, Effect, RolloutSettings, RolloutState, Send
+from eplb_service.transitions import Trail
 
 
 class LiveReplies:
     """What the ranks of a group replied so far. last_opened: our last chunk, which a rank that replies must have closed."""
 
-    def __init__(self, *, epoch: Epoch, group: Group, settings: RolloutSettings, last_opened: ChunkId) -> None:
+    def __init__(
+        self, *, epoch: Epoch, group: Group, settings: RolloutSettings, last_opened: ChunkId, trail: Trail[RolloutState]
+    ) -> None:
         self.state = RolloutState.HELLO
         self.since_s = 0.0
         self.deadline_s = 0.0
@@ -34,6 +37,7 @@ class LiveReplies:
         self._group = group
         self._settings = settings
         self._last_opened = last_opened
+        self._trail = trail
         self._replies: dict[RankId, LiveMap] = {}
 
     @property
@@ -45,7 +49,7 @@ class LiveReplies:
         """Begin, or begin anew: what was replied before does not count."""
         self._replies.clear()
         self.agreed = self.disagreement = None
-        self.state, self.since_s, self.stalled = RolloutState.HELLO, now, False
+        self._enter(RolloutState.HELLO, now)
         self.deadline_s = now + self._settings.hello_timeout_s
         return self._ask(self._group.rank_ids)
 
@@ -65,10 +69,14 @@ class LiveReplies:
         if not self.waiting_for:
             self._compare()
             if self.disagreement is not None:
-                self.state, self.since_s = RolloutState.INCONSISTENT, now
+                self._enter(RolloutState.INCONSISTENT, now)
                 self.deadline_s = now + self._settings.inconsistent_retry_s
-                self.stalled, self.last_error = False, self.disagreement.reason
+                self.last_error = self.disagreement.reason
         return True
+
+    def _enter(self, state: RolloutState, now: float) -> None:
+        self._trail.enter(state)
+        self.state, self.since_s, self.stalled = state, now, False
 
     def _compare(self) -> None:
         """Rows must be equal. Generation numbers may differ where rows do not: the highest names the layer."""

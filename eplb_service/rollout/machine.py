@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from eplb_service.control import Address, Flipped, Hello, Live, Pulse
-from eplb_service.errors import BrokenInvariantError, InvalidInputError
+from eplb_service.errors import InvalidInputError
 from eplb_service.generation import AS_LOADED, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber
 from eplb_service.membership.group import Group
@@ -56,6 +56,8 @@ from eplb_service.rollout.open_chunk import ChunkAnswer
 from eplb_service.rollout.readiness import Readiness
 from eplb_service.rollout.run import Run
 from eplb_service.rollout.start import chunks_to_roll_out
+from eplb_service.rollout.transitions import TRANSITIONS, summary
+from eplb_service.transitions import Trail
 
 
 class Rollout:
@@ -75,6 +77,7 @@ class Rollout:
     ) -> None:
         self.epoch = epoch
         self.settings = settings
+        self._trail = Trail("the rollout machine", TRANSITIONS, RolloutState.WAITING)
         self._phase = RolloutState.WAITING  # while there is no part: WAITING, IDLE or OUTRANKED
         self._since_s = 0.0
         self._group: Group | None = None
@@ -153,9 +156,13 @@ class Rollout:
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def handle(self, event: RolloutEvent, now: float) -> tuple[Effect, ...]:
-        """Take one event in. Raises nothing for what peers do: the effects say what follows."""
+        """Take one event in. Raises nothing for what peers do: the effects say what follows.
+
+        Raises BrokenInvariantError, with how it came there, for a state that may not follow: a bug.
+        """
         self._effects = []
         if self._phase is not RolloutState.OUTRANKED:
+            self._trail.happens(summary(event), now)
             _ON_EVENT[type(event)](self, event, now)
         shown = self.progress()
         if shown != self._shown:
@@ -285,7 +292,11 @@ class Rollout:
         self._live = None
         self._ids.connect_anew()
         replies = LiveReplies(
-            epoch=self.epoch, group=self._ready_group, settings=self.settings, last_opened=self._ids.last_opened
+            epoch=self.epoch,
+            group=self._ready_group,
+            settings=self.settings,
+            last_opened=self._ids.last_opened,
+            trail=self._trail,
         )
         self._part = replies
         self._effects += replies.ask_all(now)
@@ -356,6 +367,7 @@ class Rollout:
             settings=self.settings,
             generation_floor=self._generation_floor,
             token=self._token,
+            trail=self._trail,
             now=now,
         )
         self._part = run
@@ -400,13 +412,13 @@ class Rollout:
     @property
     def _ready_group(self) -> Group:
         if self._group is None:
-            raise BrokenInvariantError(f"no group while {self.state}")
+            raise self._trail.broken(f"no group while {self.state}")
         return self._group
 
     @property
     def _readiness(self) -> Readiness:
         if self._ranks is None:
-            raise BrokenInvariantError(f"no group while {self.state}")
+            raise self._trail.broken(f"no group while {self.state}")
         return self._ranks
 
     def _is_of_group(self, address: Address) -> bool:
@@ -416,6 +428,7 @@ class Rollout:
         return False
 
     def _enter(self, phase: RolloutState, now: float) -> None:
+        self._trail.enter(phase)
         self._part = None
         self._phase = phase
         self._since_s = now

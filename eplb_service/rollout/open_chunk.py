@@ -43,6 +43,7 @@ from eplb_service.placement import Int32Array
 from eplb_service.replica_shares import Float32Array, as_array
 from eplb_service.rollout.chunks import PlannedChunk
 from eplb_service.rollout.events import Alarm, AlarmCode, Effect, Note, RolloutSettings, RolloutState, Send
+from eplb_service.transitions import Trail
 
 ChunkAnswer = Staged | Armed | Refused | Committed | Flipped | Disarmed
 
@@ -95,6 +96,7 @@ class OpenChunk:
         plan: PlannedChunk,
         group: Group,
         settings: RolloutSettings,
+        trail: Trail[RolloutState],
     ) -> None:
         self.chunk_id = chunk_id
         self.generation = generation
@@ -106,7 +108,7 @@ class OpenChunk:
         self.stalled = False
         self.last_error = ""
         self._epoch, self._mesh_id, self._weights_version = epoch, mesh_id, weights_version
-        self._group, self._settings = group, settings
+        self._group, self._settings, self._trail = group, settings, trail
         self._stage_seconds = settings.stage_seconds(plan.traffic.bytes_in_a_row)
         self._staged: set[RankId] = set()
         self._committed: set[RankId] = set()
@@ -362,6 +364,7 @@ class OpenChunk:
         return Disarm(to=to, chunk_id=self.chunk_id, epoch=self._epoch)
 
     def _enter(self, state: RolloutState, now: float, timeout_s: float) -> None:
+        self._trail.enter(state)
         self.state = state
         self.since_s = now
         self.deadline_s = now + timeout_s

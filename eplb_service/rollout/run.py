@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from eplb_service.control import Address, Live, Pulse
-from eplb_service.errors import BrokenInvariantError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, GenerationNumber, RankId
 from eplb_service.membership.group import Group
@@ -34,6 +33,7 @@ from eplb_service.rollout.events import (
 )
 from eplb_service.rollout.open_chunk import ChunkAnswer, Contradiction, FlippedEverywhere, NeverFlips, OpenChunk
 from eplb_service.rollout.readiness import Readiness
+from eplb_service.transitions import Trail
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,11 @@ class Run:
         settings: RolloutSettings,
         generation_floor: GenerationNumber,
         token: int,
+        trail: Trail[RolloutState],
         now: float,
     ) -> None:
+        trail.enter(RolloutState.PERSISTING)
+        self._trail = trail
         self.generation = generation
         self.chunks = chunks
         self.live = live
@@ -261,6 +264,7 @@ class Run:
             plan=self.chunks[self.index],
             group=self._group,
             settings=self._settings,
+            trail=self._trail,
         )
         self._effects += self._chunk.open(now)
         plan = self.chunks[self.index]
@@ -275,7 +279,7 @@ class Run:
         self._effects = list(effects)
         chunk = self._chunk
         if chunk is None:
-            raise BrokenInvariantError(f"effects of a chunk while none is open, in state {self.state}")
+            raise self._trail.broken(f"effects of a chunk while none is open, in state {self.state}")
         match chunk.outcome:
             case Contradiction(alarm):
                 self._finish(Outcome.STOPPED, alarm.reason, now, alarm=alarm)
@@ -328,6 +332,7 @@ class Run:
         self._effects.append(Note(event=event, text=text, chunk_id=self.open_id))
 
     def _back_off(self, now: float, wait_s: float) -> None:
+        self._trail.enter(RolloutState.BACKING_OFF)
         self._phase = RolloutState.BACKING_OFF
         self._since_s = now
         self._not_before_s = self._deadline_s = now + wait_s
