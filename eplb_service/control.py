@@ -13,9 +13,11 @@ from enum import StrEnum
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
 
 PROTOCOL_VERSION_MIN = 1
-PROTOCOL_VERSION_MAX = 2
+PROTOCOL_VERSION_MAX = 3
 PROTOCOL_VERSION_OF_SHARES = 2
 """The first in which layers come with shares. Ranks with weighted dispatch need it; for all others 1 and 2 are the same."""
+PROTOCOL_VERSION_OF_RELAYS = 3
+"""The first in which a rank passes on what a copy brings to it (`Copy.relay_of`). Where a rank is older, every copy crosses."""
 
 NOT_RELAYED = -1
 """`Copy.relay_of` of a copy from a live slot."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_service.control import Address, LayerInfo, LiveLayer, Registration
+from eplb_service.control import PROTOCOL_VERSION_OF_RELAYS, Address, LayerInfo, LiveLayer, Registration
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.generation import LiveMap
@@ -80,6 +80,11 @@ class Group:
     def protocol(self) -> int:
         """Highest protocol version that all ranks speak."""
         return min(registration.protocol_max for registration in self.registrations)
+
+    @property
+    def fan_out(self) -> bool:
+        """Whether an expert crosses to a node once and is passed on there: all ranks know relays."""
+        return self.protocol >= PROTOCOL_VERSION_OF_RELAYS
 
     @property
     def observe_only(self) -> str:

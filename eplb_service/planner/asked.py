@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker
-from eplb_service.control import Address, LayerInfo, ModelInfo, Registration
+from eplb_service.control import PROTOCOL_VERSION_OF_RELAYS, Address, LayerInfo, ModelInfo, Registration
 from eplb_service.costs import GivenCosts
 from eplb_service.ids import DeploymentId, GroupId, Incarnation, Phase, RankId
 from eplb_service.membership.group import Group
@@ -119,6 +119,7 @@ def group_of(deployment: DeploymentId, asker: Asker) -> Group:
                 staging_bytes=UNBOUNDED_STAGING,
                 replica_table_width=min(REPLICAS_MAX, asker.num_slots),
                 weights_version=0,
+                protocol_max=PROTOCOL_VERSION_OF_RELAYS - 1,  # it moves its own weights: each rank fetches each of its experts
             )
             for rank, node in zip(ranks, asker.nodes, strict=True)
         )

@@ -132,7 +132,7 @@ def moves_between(before: Placement, after: Placement, group: Group) -> MoveSumm
     """What going from one placement to another moves, over all tables."""
     return _sum_of_moves(
         [
-            residency_moves(old, new, group.topology, expert_bytes_of(old, group.expert_bytes))
+            residency_moves(old, new, group.topology, expert_bytes_of(old, group.expert_bytes), fan_out=group.fan_out)
             for old, new in zip(before.tables, after.tables, strict=True)
         ]
     )
@@ -168,6 +168,7 @@ def why_not_carried(live: Placement, target: Placement, group: Group, layers_max
             expert_bytes=group.expert_bytes,
             staging_bytes=group.staging_bytes,
             layers_max=layers_max,
+            fan_out=group.fan_out,
         )
     except InvalidInputError as error:
         return str(error)
@@ -271,6 +272,7 @@ class Proposer:
             dispatch=dispatch,
             constraints=constraints,
             expert_bytes=expert_bytes_of(table, group.expert_bytes),
+            fan_out=group.fan_out,
             max_imbalance=planning.max_imbalance,
             front=planning.front,
             certify=planning.certify,

@@ -139,7 +139,7 @@ class PlanningProblem:
     max_imbalance: the target: every layer at or under it with the fewest moves. None = the policy's own choice.
     front: return the Pareto front (balance against moves) too, where the policy can.
     certify: spend time on lower bounds too, where the policy can.
-    expert_bytes: bytes of one expert of each layer. Length L.
+    expert_bytes: bytes of one expert of each layer. Length L. fan_out: an expert crosses to a node once, then is passed on there.
     dispatch: how the engine picks a replica.
     time_limit_s: hard stop; work_budget: units of work (policy's own, over all layers) that bound the search on every machine
     alike; None = what `effort` stands for.
@@ -154,6 +154,7 @@ class PlanningProblem:
     dispatch: Dispatch = Dispatch.EVEN
     constraints: Constraints = field(default_factory=Constraints)
     expert_bytes: tuple[int, ...] = ()
+    fan_out: bool = False
     from_nothing: bool = False
     max_imbalance: float | None = None
     front: bool = False

@@ -64,7 +64,7 @@ def _over(rows: Int32Array, problem: PlanningProblem, limits: Limits) -> str | N
     """Which limit on moves a map breaks."""
     table = problem.current
     after = Table(table.model, table.layer_ids, table.num_logical, table.rank_ids, rows)
-    summary = residency_moves(table, after, problem.topology, problem.expert_bytes)
+    summary = residency_moves(table, after, problem.topology, problem.expert_bytes, fan_out=problem.fan_out)
     return move_fault(Changes.between(rows, problem, limits, summary), problem)
 
 

@@ -100,7 +100,7 @@ def _checked_point(
 ) -> tuple[FrontPoint, tuple[str, ...]]:
     """A placement that respects every constraint, with what it would do; and the faults of the live one that it keeps."""
     table = _checked_table(rows, shares, problem, policy)
-    moves = residency_moves(problem.current, table, problem.topology, problem.expert_bytes)
+    moves = residency_moves(problem.current, table, problem.topology, problem.expert_bytes, fan_out=problem.fan_out)
     changes = Changes.between(rows, problem, limits, moves)
     fault, kept = row_faults(rows, problem, limits, may_keep=limits_may_forbid(changes, problem, limits))
     fault = fault or move_fault(changes, problem)

@@ -47,4 +47,5 @@ def chunks_to_roll_out(
         expert_bytes=group.expert_bytes,
         staging_bytes=group.staging_bytes,
         layers_max=layers_per_chunk_max,
+        fan_out=group.fan_out,
     )
