@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 
-from demo.processes import die_with_parent
 from eplb_service.errors import DeadlineError, EnvironmentFault
+from eplb_service.parent_death import die_with_parent
 
 BATCH = 8
 """Requests recomputed together; rows are bit-equal whatever the batch (docs/exactness.md)."""
@@ -49,9 +49,9 @@ def compare(request_id: int, served: Sequence[int], right: Sequence[int]) -> Jud
     return Judged(request_id, len(served), len(wrong), first, right[first] if 0 <= first < len(right) else -1)
 
 
-def _judge(requests: Queue[Served | None], results: Queue[Judged]) -> None:
+def _judge(parent_pid: int, requests: Queue[Served | None], results: Queue[Judged]) -> None:
     """Main function of the oracle's process: imports the example model and nothing of the product's path."""
-    die_with_parent()
+    die_with_parent(parent_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the demo decides
     os.nice(5)
     from examples.tiny_moe.generate import Oracle  # noqa: PLC0415  (torch only in this process)
@@ -89,7 +89,8 @@ class OracleProcess:
         context = mp.get_context("spawn")
         self._requests: Queue[Served | None] = context.Queue()
         self._results: Queue[Judged] = context.Queue()
-        self._process = context.Process(target=_judge, args=(self._requests, self._results), name="oracle", daemon=True)
+        queues = (self._requests, self._results)
+        self._process = context.Process(target=_judge, args=(os.getpid(), *queues), name="oracle", daemon=True)
         self.submitted = 0
         self.judged: list[Judged] = []
 

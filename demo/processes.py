@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -10,20 +9,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from eplb_service.errors import DeadlineError, EnvironmentFault
+from eplb_service.parent_death import die_with_parent
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 RESTARTS_MAX = 20
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """In a child, before exec: get SIGKILL when the parent dies, so that nothing outlives the demo (Linux)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def ignore_interrupts() -> None:
@@ -58,7 +52,7 @@ class Supervised:
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **self.environment},
                 start_new_session=True,  # a terminal's Ctrl-C is for the demo alone: it ends with the proof
-                preexec_fn=die_with_parent,  # noqa: PLW1509  (one thread runs here)
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),  # noqa: PLW1509  (one thread runs here)
             )
 
     @property

@@ -6,11 +6,9 @@ It dies with its parent, may not use more memory than allowed, and sends one rep
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import pickle
 import resource
-import signal
 import socket
 import sys
 import time
@@ -18,26 +16,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from eplb_service.errors import CallerError, EplbError, InvalidInputError, NotFoundError, UnsupportedError
+from eplb_service.parent_death import die_with_parent
 from eplb_service.policy.base import PlanningProblem, Policy
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.verify import verify
 from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.solver.frames import LENGTH, encode_reply
 
-PR_SET_PDEATHSIG = 1
 CALLER_ERRORS: dict[type[CallerError], str] = {
     InvalidInputError: "invalid_input",
     NotFoundError: "not_found",
     UnsupportedError: "unsupported",
 }
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends (Linux); end at once if it has already."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:
-        os._exit(0)
 
 
 def limit_memory(memory_bytes: int) -> None:

@@ -30,11 +30,11 @@ from agent.engine.reference.config import RankConfig
 from agent.engine.reference.engine import StepHook
 from agent.engine.reference.launch import free_port
 from agent.engine.reference.messages import LayerInspection
-from agent.engine.reference.rank import die_with_parent
 from agent.engine.reference.server import inspect_layer
 from agent.hook.hook import Hook, HookConfig
 from eplb_service.errors import EplbError
 from eplb_service.ids import DeploymentId, RankId
+from eplb_service.parent_death import die_with_parent
 from tests.integration.hook_fleet import FakeAgent
 from tests.integration.reference_doubles import second_rank_late, without_weights
 
@@ -216,7 +216,7 @@ def _hook(socket: str, port: EnginePort, _: RankConfig) -> StepHook:
 
 def rank_main(position: int, port: int, pipe: Connection) -> None:
     """Carry out commands until the driver goes away: (name, arguments) → the answer, or what was raised."""
-    die_with_parent()
+    die_with_parent(os.getppid())
     os.environ |= {"HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import secrets
@@ -34,8 +33,8 @@ from eplb_service.control import Address, LayerInfo
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EnvironmentFault, EplbError
 from eplb_service.ids import GroupId, Incarnation, LayerRef
+from eplb_service.parent_death import die_with_parent
 
-PR_SET_PDEATHSIG = 1
 # Names of what a starting rank reports to its launcher, in order.
 LOADED, JOINED, READY = "model loaded", "group joined", "ready"
 
@@ -47,7 +46,7 @@ def run_rank(config: RankConfig, launcher: Connection) -> None:
         config: Which rank of which fleet.
         launcher: Gets LOADED, JOINED and READY; when its other end closes, the launcher is gone and so is this rank.
     """
-    die_with_parent()
+    die_with_parent(os.getppid())  # the fork server, which dies with the launcher
     os.environ.update(config.environment)
     open_log(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the launcher decides
@@ -67,18 +66,6 @@ def run_rank(config: RankConfig, launcher: Connection) -> None:
         text = f"step {server.engine.boundary - 1} failed; a peer is gone or stuck, or the model raised: {error}"
         leave(ExitCode.STEP_FAILED, text, config.reason_file)
     leave(ExitCode.STOPPED, "", config.reason_file)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent (the fork server, which dies with the launcher) ends."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        os._exit(ExitCode.STOPPED)
 
 
 def open_log(config: RankConfig) -> None:
