@@ -22,6 +22,7 @@ what this process knows better: which life of which rank is linked, and which ep
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -83,6 +84,8 @@ class Step(Enum):
     PLANNER_LOST = auto()  # the control stream ended
 
 
+HISTORY_KEPT = 16
+
 TRANSITIONS: Mapping[tuple[RankState, Step], RankState] = {
     (RankState.REGISTERING, Step.LINKED): RankState.REGISTERING,
     (RankState.WAITING, Step.LINKED): RankState.REGISTERING,
@@ -103,7 +106,7 @@ class _Rank:
 
     is_cut_off: it waits for a planner that was not to be reached, not for a peer that disagrees.
     told: what its hook was last told of the registration, None = nothing yet. superseded: earlier lives of this rank that
-    this one took over from while they were linked.
+    this one took over from while they were linked. history: its last steps, oldest first.
     """
 
     link: LinkId
@@ -115,6 +118,7 @@ class _Rank:
     is_cut_off: bool = False
     told: RegistrationAnswer | None = None
     superseded: tuple[Incarnation, ...] = ()
+    history: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY_KEPT))
 
     @property
     def address(self) -> Address:
@@ -123,7 +127,11 @@ class _Rank:
     def move(self, step: Step) -> None:
         following = TRANSITIONS.get((self.state, step))
         if following is None:
-            raise BrokenInvariantError(f"rank {self.address.rank_id} is {self.state.name} and cannot take the step {step.name}")
+            raise BrokenInvariantError(
+                f"rank {self.address.rank_id} is {self.state.name} and cannot take the step {step.name}. How it came there:"
+                f" {'; '.join(self.history) or 'it was just linked'}"
+            )
+        self.history.append(f"{self.state.name} + {step.name} → {following.name}")
         self.state = following
 
 

@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 
 from agent.hook.chunk_events import (
     NO_CHUNK,
+    TRANSITIONS,
     Attached,
     BeginStaging,
     Boundary,
@@ -148,6 +149,8 @@ class ChunkMachine:
         self._out = []
         before = self._state
         _ACTIONS[type(event)](self, event, now)
+        if self._state is not before and self._state not in TRANSITIONS[before]:
+            self._broken(f"{before.value} became {self._state.value} on {_summary(event)}")
         if self._state is not before or not isinstance(event, Boundary | Tick):
             self._history.append(
                 f"{before.value} + {_summary(event)} → {self._state.value} (closed {self._ledger.closed_id:#x})"

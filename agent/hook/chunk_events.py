@@ -7,6 +7,7 @@ from enum import Enum
 
 from eplb_service.control import FromRank, LinkBytes, RefusalCode, Stage, ToRank
 from eplb_service.ids import ChunkId
+from eplb_service.transitions import Transitions
 
 NO_CHUNK = ChunkId(0)
 
@@ -23,6 +24,30 @@ class ChunkState(Enum):
     FLIPPING = "flipping"  # copies and tables are under way on the compute stream
     QUIESCING = "quiescing"  # closed, but the cancelled worker may still write to staging
     UNRESOLVED = "unresolved"  # the outcome of its vote is unknown: no step until the group re-forms
+
+
+_S = ChunkState
+TRANSITIONS: Transitions[ChunkState] = {
+    _S.IDLE: {_S.STAGING: "a Stage that passes all checks"},
+    _S.STAGING: {
+        _S.STAGED: "every copy is in staging",
+        _S.IDLE: "a copy failed",
+        _S.QUIESCING: "withdrawn, late or outranked; the worker is told to stop",
+    },
+    _S.QUIESCING: {_S.IDLE: "the worker ended"},
+    _S.STAGED: {_S.ARMED: "an Arm", _S.IDLE: "not armed in time, withdrawn or outranked"},
+    _S.ARMED: {_S.VOTING: "a vote is due: its id is cast", _S.IDLE: "its time is over, withdrawn or outranked"},
+    _S.VOTING: {
+        _S.COMMITTED: "the vote passed",
+        _S.ARMED: "the vote failed",
+        _S.IDLE: "the vote failed, and it was withdrawn or outranked meanwhile; or ranks diverged",
+        _S.UNRESOLVED: "the outcome is unknown, or the weights changed under a vote that passed",
+    },
+    _S.COMMITTED: {_S.FLIPPING: "the boundary of the next vote", _S.UNRESOLVED: "the weights changed before the flip"},
+    _S.FLIPPING: {_S.IDLE: "the flip is through on the device"},
+    _S.UNRESOLVED: {},
+}
+"""What may follow, and why: within one event of the machine."""
 
 
 class Outcome(Enum):
