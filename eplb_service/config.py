@@ -198,7 +198,7 @@ class RolloutConfig:
     """Deadlines of a rollout; see `rollout_events.RolloutSettings`."""
 
     hello_timeout_s: float = setting(10.0, "wait for a rank to say what is live, before it is asked again", unit="s", above=0.0)
-    stage_timeout_s: float = setting(60.0, "longest time to copy a chunk's weights aside", unit="s", above=0.0)
+    stage_timeout_s: float = setting(60.0, "longest time to copy a chunk's weights aside at full speed", unit="s", above=0.0)
     arm_ttl_s: float = setting(20.0, "how long a rank stays armed without a flip", unit="s", above=0.0)
     slowest_step_s: float = setting(1.0, "longest step of the engine that is still healthy", unit="s", above=0.0)
     disarm_timeout_s: float = setting(10.0, "wait for a chunk to be withdrawn, before it is asked again", unit="s", above=0.0)
