@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
 from eplb_service.formats.files import as_numbers, short_text
-from eplb_service.formats.placement_rows import PlacementRows, array_rows
+from eplb_service.formats.placement_rows import PlacementRows, array_rows, rows_of
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
 
@@ -53,13 +53,13 @@ def is_document(content: object) -> bool:
 def parse_document(content: object, where: str) -> PlacementRows:
     """A file's tree. Raises InvalidInputError when a part of it cannot be what it should."""
     if not isinstance(content, Mapping):
-        return plain_rows(as_numbers(content, where), where)
+        return _listed_rows(content, where)
     if KEY not in content:
         raise InvalidInputError(f"{where} has no {KEY}; its keys are {sorted(map(str, content))[:8]}")
     marker = content.get("format", f"{FORMAT}/{VERSION}")
     if marker != f"{FORMAT}/{VERSION}":
         raise InvalidInputError(f"{where} is of format {marker!r}; this build reads {FORMAT}/{VERSION}")
-    found = plain_rows(as_numbers(content[KEY], where), where)
+    found = _listed_rows(content[KEY], where)
     layer_ids, rank_ids = _ids(content, "layer_ids", where), _ids(content, "rank_ids", where)
     if layer_ids is not None and len(layer_ids) != found.rows.shape[0]:
         raise InvalidInputError(f"{where}: {len(layer_ids)} layer ids but {found.rows.shape[0]} rows of {KEY}")
@@ -80,8 +80,19 @@ def parse_document(content: object, where: str) -> PlacementRows:
 
 
 def plain_rows(array: npt.NDArray[np.generic], where: str) -> PlacementRows:
-    """A map without words: an array or nested list [layers, slots], or one list for every layer."""
+    """A map without words: an array [layers, slots], or one row for every layer."""
     return PlacementRows(rows=array_rows(array, where), for_all_layers=array.ndim == 1)
+
+
+def _listed_rows(tree: object, where: str) -> PlacementRows:
+    """The same as lists: one for each layer, or one for all. Raises InvalidInputError naming the row and slot that is wrong."""
+    if not isinstance(tree, list):
+        raise InvalidInputError(
+            f"{where}: a placement is a list of expert ids, for each layer or for all; got {short_text(tree)}"
+        )
+    for_all_layers = bool(tree) and not isinstance(tree[0], list)
+    rows = rows_of(dict(enumerate([tree] if for_all_layers else tree)), where, "layer row")
+    return PlacementRows(rows=array_rows(rows, where), for_all_layers=for_all_layers)
 
 
 def _ids(content: Mapping[str, object], key: str, where: str) -> tuple[int, ...] | None:

@@ -110,10 +110,59 @@ def test_a_missing_layer_is_filled_as_the_engine_starts_it_with_a_note(dump: Pat
     assert "has layers 3-6, but none for layer 7" in text
 
 
+OWN_MAPS = {
+    "[0, 1, 2, 3, 0, 1]": [[0, 1, 2, 3, 0, 1]] * 2,  # one list for all layers, replicas allowed
+    "[[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]]": [[0, 1, 2, 3, 0, 1], [3, 2, 1, 0, 3, 2]],
+}
+KNOWN = ("--ranks", "2", "--experts", "4", "--layer-ids", "3..4")
+
+
+@pytest.mark.parametrize("text", OWN_MAPS)
+@pytest.mark.parametrize("engine", ["sglang", "trtllm", "vllm-ascend"])
+def test_maps_of_ones_own_go_to_an_engine_and_come_back_vllm_49572_vllm_53022(
+    text: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs, back = tmp_path / "map.json", tmp_path / "theirs", tmp_path / "back.json"
+    mine.write_text(text)
+    said(capsys, "placement", "convert", *KNOWN, str(mine), f"{engine}:{theirs}")
+    said(capsys, "placement", "convert", *KNOWN, str(theirs), str(back))
+    content = json.loads(back.read_text())
+    assert content["physical_to_logical"] == OWN_MAPS[text]
+    assert content["layer_ids"] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("[0, 1, 2, 4, 0, 1]", KNOWN, "layer 3 slot 3 of model 'model' holds expert 4; ids run from 0 to 3"),
+        ("[[0, 1, 2, 3, 0, 1], [0, 1, 2, 2, 0, 1]]", KNOWN, "layer 4 has no slot for expert 3 (1 are missing)"),
+        (
+            "[0, 1, 2, 3, 0, -1]",
+            KNOWN,
+            "layer 3 slot 5 (rank 1) is empty, 2 in all; files of SGLang name an expert",
+        ),
+        ("[[0, 1, 2, 3, 0, 1]]", KNOWN, "a placement of 1 layers, expected 2"),
+        ("[[0, 1, 2, 3, 0, 1], [0, 1, 2, 3]]", KNOWN, "layer row 1 has 4 slots, layer row 0 has 6; all layers have as many"),
+        ("[0.0, 1.0, 2.0, 3.0]", KNOWN, "slot 0 is 0.0; expert ids are whole numbers"),  # vllm#18343
+        ("[0, 1, 2, 3, 0]", KNOWN, "5 slots do not divide over 2 ranks; 6 would (2 redundant experts)"),  # vllm#52435
+        ("[0, 1, 2, 3, 0, 1]", KNOWN[:4], "one list for all layers, and does not say which these are: give --layer-ids"),
+        ("[0, 1, 2, 3, 0, 1]", KNOWN[2:], "does not say how many ranks its 6 slots are on: give --ranks"),  # vllm#24523
+        ("[]", KNOWN, "has no MoE layer"),  # vllm#40740
+    ],
+)
+def test_maps_of_ones_own_that_cannot_be_are_refused_and_nothing_is_written_vllm_49572(
+    text: str, words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, theirs = tmp_path / "map.json", tmp_path / "theirs"
+    mine.write_text(text)
+    assert sentence in said(capsys, "placement", "convert", *words, str(mine), f"sglang:{theirs}", code=2)
+    assert not theirs.exists()
+
+
 def test_an_unwritten_plan_leaves_no_file_and_old_files_stay(dump: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("out.json").write_text("old")
     text = said(capsys, "plan", "--load", str(dump), *SIZE, "--unusable-slot", "0:1", "--out", "sglang:out.json", code=2)
-    assert "layer 3 slot 1 (rank 0) is empty" in text
+    assert "slot 1 of rank 0 is unusable, so slots would stay empty" in text
     assert Path("out.json").read_text() == "old"
     for bad, match in (("vllm:x", "'vllm' is no format"), ("x.yaml", "say trtllm:x.yaml")):
         assert match in said(capsys, "plan", "--load", str(dump), *SIZE, "--out", bad, code=2)

@@ -84,9 +84,9 @@ def test_plain_maps_take_what_they_do_not_say_from_what_is_expected(tmp_path: Pa
         ({"physical_to_logical": [[0, 1, 2, 3, 0]] * 2}, "5 slots do not divide over 2 ranks"),
         ({"physical_to_logical": [[0, 1, 2, 4, 0, 1]] * 2}, "layer 3 slot 3 of model 'm' holds expert 4"),
         ({"physical_to_logical": [[0, 1, 2, 2, 0, 1]] * 2}, "layer 3 has no slot for expert 3 "),
-        ({"physical_to_logical": [[0.5, 1, 2, 3, 0, 1]] * 2}, "integers; got float64"),
-        ({"physical_to_logical": [[0, 1], [2]]}, "rows differ in length"),
-        ({"physical_to_logical": "abc"}, "expected numbers"),
+        ({"physical_to_logical": [[0.5, 1, 2, 3, 0, 1]] * 2}, "layer row 0 slot 0 is 0.5; expert ids are whole numbers"),
+        ({"physical_to_logical": [[0, 1], [2]]}, "layer row 1 has 1 slots, layer row 0 has 2; all layers have as many"),
+        ({"physical_to_logical": "abc"}, "a placement is a list of expert ids, for each layer or for all; got 'abc'"),
     ],
 )
 def test_documents_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -295,6 +295,7 @@ def test_a_rank_that_does_not_reply_is_asked_again_and_the_wait_is_seen() -> Non
 
 
 def test_unequal_live_maps_raise_an_alarm_until_an_equal_set_clears_it() -> None:
+    """sglang#32962: ranks that route by maps of their own give wrong sums, and no engine says so."""
     script = Script()
     other = as_loaded(ONE_LAYER)
     script.hear(script.live(4), script.live(5), script.live(6, other))
@@ -618,6 +619,7 @@ def test_a_disarm_that_comes_too_late_ends_in_the_flip() -> None:  # vllm#32418
 
 
 def test_a_flip_that_one_rank_has_not_reported_is_waited_for_and_never_withdrawn() -> None:  # sglang#22788
+    """sglang#18213: a generation is live when every reader of the map says so, not when most do."""
     script = armed()
     script.hear(*script.flipped(4, 5))
     script.wait()

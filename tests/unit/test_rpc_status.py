@@ -149,6 +149,7 @@ def test_a_planner_that_is_slow_to_answer_a_connection_is_waited_for() -> None:
 
 
 def test_a_method_that_nobody_serves_is_unsupported() -> None:
+    """sglang#6607: a documented call that does nothing. Here it is an error that says so."""
     arrived = asyncio.run(call(KeyError(), "/t/none", []))
     assert isinstance(arrived, UnsupportedError)
     assert "is it a planner of this release?" in str(arrived)
