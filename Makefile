@@ -12,14 +12,16 @@ PYTEST ?=
 BENCH ?=
 # Releases of engines: make test-engines ENGINES="--vllm 0.33.0 --sglang"
 ENGINES ?=
+# One part alone: make test-vllm-e2e E2E="--only offline"
+E2E ?=
 # make sim SEEDS=100000; make sim MUTATIONS=1
 SEEDS ?= 5000
 MUTATIONS ?=
 
-.PHONY: help setup demo test sim test-long lint types imports unit test-engines proto check-proto bench-planner planning-page clean
+.PHONY: help setup demo test sim test-long lint types imports unit test-engines test-vllm-e2e proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "eplb-service needs Python 3.11 or newer; this is %s. Set PYTHON=…" % sys.version.split()[0])'
@@ -65,6 +67,9 @@ proto: $(STAMP)  ## generate the protocol code again
 
 test-engines: $(STAMP)  ## our plug-ins in vLLM's and SGLang's own code: fetches their wheels (400 MB each, kept: 1 MB)
 	@$(BIN)/python -m tests.engines $(ENGINES)
+
+test-vllm-e2e: $(STAMP)  ## a real vLLM serving on CPUs, advised by a real planner (once: an environment of 4 GB; then some minutes)
+	@$(BIN)/python -m tests.vllm_e2e $(E2E)
 
 check-proto: $(STAMP)  ## fail when the committed protocol code is stale
 	@$(BIN)/python proto/generate.py --check
