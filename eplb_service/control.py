@@ -19,6 +19,9 @@ PROTOCOL_VERSION_OF_SHARES = 2
 PROTOCOL_VERSION_OF_RELAYS = 3
 """The first in which a rank passes on what a copy brings to it (`Copy.relay_of`). Where a rank is older, every copy crosses."""
 
+NO_RANK = RankId(-1)
+"""`Copy.source_rank` of a copy that no rank gives."""
+
 NOT_RELAYED = -1
 """`Copy.relay_of` of a copy from a live slot."""
 
@@ -129,6 +132,9 @@ class Copy:
     the staging of `source_rank`: the index of that copy in `Stage.copies`. Then `source_slot` is that copy's target slot, which
     holds another expert until the flip. A relay is of a copy from a live slot (never of another relay), comes after it in the
     list, and may end on its own source rank (where the expert fills a second slot).
+
+    source_rank: -1 = no rank: the target takes the expert from a backup of its own (host memory, checkpoint), and `source_slot`
+    is 0.
     """
 
     layer: LayerRef
@@ -138,6 +144,11 @@ class Copy:
     target_rank: RankId
     target_slot: int
     relay_of: int = NOT_RELAYED
+
+    @property
+    def is_from_backup(self) -> bool:
+        """Whether no rank gives it."""
+        return self.source_rank == NO_RANK
 
     @property
     def is_relay(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from agent.hook.routing import PreparedFlip
 from agent.hook.stager import Stager, Weights
 from agent.hook.startup import EngineFacts, Meeting, inspect, meet
 from agent.hook.vote import Voter
+from agent.transfer.backup import ExpertSource
 from agent.transfer.gloo import first_line
 from agent.transfer.pace import Pressure
 from agent.transfer.streams import streams_for
@@ -45,10 +47,12 @@ class Hook:
     The engine calls `begin_step` before every forward pass (real or dummy, on every rank) and `record` for every MoE layer
     with the ids that its router chose, both from its model thread. Threads of the hook's own: the link to the agent process,
     the vote waiter, the staging worker. All of them meet the chunk machine under one lock, which is never held while waiting.
+
+    sources: where experts can be had that no rank gives (`agent.transfer.backup`), by preference.
     """
 
-    def __init__(self, port: EnginePort, config: HookConfig) -> None:
-        self._port, self._config = port, config
+    def __init__(self, port: EnginePort, config: HookConfig, *, sources: Sequence[ExpertSource] = ()) -> None:
+        self._port, self._config, self._sources = port, config, tuple(sources)
         self._lock = threading.RLock()
         self._boundary = -1
         self._cast_at = -1
@@ -406,6 +410,7 @@ class Hook:
             rendezvous_timeout_s=config.rendezvous_timeout_s,
             clock=time.monotonic,
             pressure=self._pressure,
+            sources=self._sources,
             on_end=self._on_staging_end,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from agent.hook.stage_check import RankShape
+from agent.transfer.backup import KnownChecksums
 from agent.transfer.gloo import Store
 from eplb_service.errors import ConflictError, DeadlineError
 from eplb_service.ids import LayerRef
@@ -23,8 +24,12 @@ Checksums = Mapping[LayerRef, Sequence[int]]
 SLOTS_SHOWN = 4
 
 
-def check_loaded_slots(store: Store | None, shape: RankShape, rows: Rows, checksums: Checksums, timeout_s: float) -> None:
+def check_loaded_slots(
+    store: Store | None, shape: RankShape, rows: Rows, checksums: Checksums, timeout_s: float
+) -> KnownChecksums:
     """Compare all replicas of all experts as they were loaded; all ranks of the group come to the same result.
+
+    Returns the checksum of every expert, by layer.
 
     rows: what each layer's slots hold, by layer. checksums: of this rank's slots. store: of the group; None = it has one rank.
     Raises ConflictError naming the slots, DeadlineError when a rank does not come.
@@ -44,6 +49,16 @@ def check_loaded_slots(store: Store | None, shape: RankShape, rows: Rows, checks
     problem = unequal_replicas(shape.group_rank_ids, rows, by_rank)
     if problem:
         raise ConflictError(problem)
+    return _known(shape.group_rank_ids, rows, by_rank)
+
+
+def _known(ranks: Sequence[int], rows: Rows, by_rank: Mapping[int, Mapping[str, Sequence[int]]]) -> KnownChecksums:
+    """Of each expert that a slot holds; all its replicas are equal."""
+    known: dict[LayerRef, dict[int, int]] = {}
+    for layer, row in rows.items():
+        sums = [value for rank in ranks for value in by_rank[rank][str(layer)]]
+        known[layer] = {expert: value for expert, value in zip(row, sums, strict=True) if expert >= 0}
+    return known
 
 
 def unequal_replicas(ranks: Sequence[int], rows: Rows, by_rank: Mapping[int, Mapping[str, Sequence[int]]]) -> str:

@@ -118,20 +118,20 @@ def _shares_of(change: LayerChange, row: npt.NDArray[np.int32], shape: RankShape
 
 
 def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLayer]) -> Refusal | None:
-    """Every slot whose expert changes is filled by exactly one copy, from a slot that holds that expert now or by a relay."""
+    """Every slot whose expert changes is filled by exactly one copy: of a slot that holds it now, a relay, or from a backup."""
     changes = {change.layer: change for change in stage.layers}
     position = {rank: index for index, rank in enumerate(shape.group_rank_ids)}
     filled: Counter[tuple[LayerRef, int]] = Counter()
     for index, copy in enumerate(stage.copies):
         change = changes.get(copy.layer)
-        if change is None or copy.source_rank not in position or copy.target_rank not in position:
+        is_source = copy.is_from_backup or copy.source_rank in position
+        if change is None or not is_source or copy.target_rank not in position:
             return RefusalCode.INVALID, f"{describe(copy)}: layer or rank is not part of this chunk and group"
         slots = shape.layers[copy.layer].slots
         if not (0 <= copy.source_slot < slots and 0 <= copy.target_slot < slots):
             return RefusalCode.INVALID, f"{describe(copy)}: slots run from 0 to {slots - 1}"
-        source = position[copy.source_rank] * slots + copy.source_slot
         target = position[copy.target_rank] * slots + copy.target_slot
-        wrong = _wrong_with_source(index, stage.copies, live[copy.layer].row[source])
+        wrong = _wrong_with_source(index, stage.copies, _held(copy, position, slots, live[copy.layer].row))
         if wrong is not None:
             return RefusalCode.INVALID, f"{describe(copy)}: {wrong}"
         if change.new_row[target] != copy.expert:
@@ -149,9 +149,16 @@ def _check_copies(stage: Stage, shape: RankShape, live: Mapping[LayerRef, LiveLa
     return None
 
 
+def _held(copy: Copy, position: Mapping[RankId, int], slots: int, row: Sequence[int]) -> int:
+    """What the source of a copy holds now; of a backup, which is asked later, the expert itself."""
+    return copy.expert if copy.is_from_backup else row[position[copy.source_rank] * slots + copy.source_slot]
+
+
 def _wrong_with_source(index: int, copies: Sequence[Copy], held: int) -> str | None:
     """Why the copy at an index cannot find its expert, or None. held: what its source slot holds now."""
     relay = copies[index]
+    if relay.is_from_backup and (relay.is_relay or relay.source_slot):
+        return "a copy from a backup has no source slot and passes on nothing"
     if not relay.is_relay:
         return None if held == relay.expert >= 0 else f"the source slot holds expert {held}"
     if not 0 <= relay.relay_of < index:
@@ -178,9 +185,9 @@ def _check_budget(stage: Stage, shape: RankShape) -> Refusal | None:
 
 def describe(copy: Copy) -> str:
     """One copy in words."""
+    source = "a backup" if copy.is_from_backup else f"rank {copy.source_rank} slot {copy.source_slot}"
     return (
-        f"{'relay' if copy.is_relay else 'copy'} of {copy.layer} expert {copy.expert}"
-        f" from rank {copy.source_rank} slot {copy.source_slot}"
+        f"{'relay' if copy.is_relay else 'copy'} of {copy.layer} expert {copy.expert} from {source}"
         f" to rank {copy.target_rank} slot {copy.target_slot}"
     )
 

@@ -10,7 +10,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from agent.hook.loaded_check import Rows, check_loaded_slots
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
 from agent.transfer import transports
+from agent.transfer.backup import BackupRead, ExpertSource, KnownChecksums
 from agent.transfer.checksum import slot_checksums
 from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, first_line, local_store
@@ -53,6 +54,7 @@ class Stager:
 
     ways: how experts go between ranks.
     pressure: what the engine says of it; None = nothing.
+    sources: backups of this rank, the first that has an expert gives it; they hold the weights that are loaded at the start.
     on_end: told how each chunk's copy ended, with what its flip needs when it ended well; from the worker thread.
     """
 
@@ -70,11 +72,14 @@ class Stager:
         clock: Callable[[], float],
         on_end: Callable[[StagingDone | StagingFailed, PreparedFlip | None], None],
         pressure: Pressure | None = None,
+        sources: Sequence[ExpertSource] = (),
     ) -> None:
         self._shape, self._weights, self._streams, self._clock, self._on_end = shape, weights, streams, clock, on_end
         self._store = store
         self._rendezvous_timeout_s = rendezvous_timeout_s
-        self._ways, self._pressure = ways, pressure
+        self._ways, self._pressure, self._sources = ways, pressure, tuple(sources)
+        self._known: KnownChecksums = {}
+        self._known_of: int | None = None
         allocate = allocate_shared if ways.same_node == "read" else None
         self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams, allocate=allocate)
         self._ring = SendRing.allocate(weights.layouts, weights.device, streams)
@@ -114,9 +119,10 @@ class Stager:
             self._transports = transports.meet(
                 self._ways, self._store, self._rank, self._staging, self._ring, self._streams, self._rendezvous_timeout_s
             )
-            self._transfer = self._make_transfer()
         self._compute_checksums(weights_version)
-        check_loaded_slots(self._store, self._shape, rows, self._checksums, self._rendezvous_timeout_s)
+        known = check_loaded_slots(self._store, self._shape, rows, self._checksums, self._rendezvous_timeout_s)
+        self._known, self._known_of = known, weights_version
+        self._transfer = self._make_transfer()
         self._thread.start()
 
     @property
@@ -157,7 +163,8 @@ class Stager:
             self._thread.join(timeout_s)
 
     def _make_transfer(self) -> ChunkTransfer:
-        ways = self._transports.all
+        backup = BackupRead(self._sources, self._known, self._weights.layouts)
+        ways = (backup, *self._transports.all)
         return ChunkTransfer(self._rank, self._staging, ways, self._streams, self._clock, self._pressure)
 
     # ── worker thread ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,6 +190,9 @@ class Stager:
             reach("hook.staging.begin")
             if self._checksums_of != stage.weights_version:
                 self._compute_checksums(stage.weights_version)
+            if self._known and self._known_of != stage.weights_version:
+                self._known = {}  # no backup holds these weights
+                self._transfer = self._make_transfer()
             mesh = self._mesh_for(stage, order.deadline)
             reach("hook.staging.connected")
             staged, received = self._transfer.run(stage, mesh, order.deadline)

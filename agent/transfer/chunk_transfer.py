@@ -125,6 +125,8 @@ class ChunkTransfer:
         node = dict(zip(rank.group_rank_ids, rank.nodes, strict=True))
         count = {"same_rank": 0, "same_node": 0, "cross_node": 0}
         for entry in staged:
+            if entry.copy.is_from_backup:
+                continue  # over no link
             source = entry.copy.source_rank
             near = "same_node" if node[source] == node[rank.rank_id] else "cross_node"
             link = "same_rank" if source == rank.rank_id else near

@@ -114,6 +114,22 @@ class ExpertLayout:
         for tensor in self.tensors:
             self.view(region, tensor).copy_(stored(tensors[tensor.name].data)[slot])
 
+    def pack_values(self, values: Mapping[str, torch.Tensor], region: torch.Tensor) -> None:
+        """Copy one expert's tensors, as they would be in a slot, into packed bytes on the same device.
+
+        Raises InvalidInputError when one is missing or is not what the slots hold.
+        """
+        region.zero_()
+        for tensor in self.tensors:
+            value = values.get(tensor.name)
+            found = None if value is None else stored(value.unsqueeze(0))[0]
+            if found is None or found.dtype != tensor.dtype or tuple(found.shape) != tensor.shape:
+                what = "missing" if value is None else f"{value.dtype} of {tuple(value.shape)}"
+                raise InvalidInputError(
+                    f"tensor {tensor.name} is {what}; a slot holds {tensor.num_bytes} bytes of shape {tensor.shape}"
+                )
+            self.view(region, tensor).copy_(found)
+
     def unpack(self, region: torch.Tensor, tensors: Mapping[str, SlotTensor], slot: int) -> None:
         """Copy packed bytes into one slot's tensors, in place."""
         for tensor in self.tensors:

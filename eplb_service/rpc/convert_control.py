@@ -7,6 +7,7 @@ from typing import Any
 
 from eplb_service.attach import Attach, FromAgent, Gone
 from eplb_service.control import (
+    NO_RANK,
     NOT_RELAYED,
     Address,
     Arm,
@@ -102,11 +103,12 @@ def _stage_to_pb(value: Stage) -> agent_pb2.Stage:
         agent_pb2.Copy(
             layer=layer_to_pb(copy.layer, "stage.copies.layer"),
             expert=whole("stage.copies.expert", copy.expert, most=EXTENT_MAX),
-            source_rank=fields.rank_id("stage.copies.source_rank", copy.source_rank),
+            source_rank=0 if copy.is_from_backup else fields.rank_id("stage.copies.source_rank", copy.source_rank),
             source_slot=whole("stage.copies.source_slot", copy.source_slot, most=EXTENT_MAX),
             target_rank=fields.rank_id("stage.copies.target_rank", copy.target_rank),
             target_slot=whole("stage.copies.target_slot", copy.target_slot, most=EXTENT_MAX),
             relay_of=whole("stage.copies.relay_of", copy.relay_of, most=EXTENT_MAX) if copy.is_relay else None,
+            from_backup=copy.is_from_backup,
         )
         for copy in value.copies
     ]
@@ -156,7 +158,7 @@ def _stage_from_pb(message: agent_pb2.Stage, to: Address) -> Stage:
         Copy(
             layer=layer_from_pb(copy.layer, f"stage.copies[{i}].layer"),
             expert=whole(f"stage.copies[{i}].expert", copy.expert, most=EXTENT_MAX),
-            source_rank=fields.rank_id(f"stage.copies[{i}].source_rank", copy.source_rank),
+            source_rank=NO_RANK if copy.from_backup else fields.rank_id(f"stage.copies[{i}].source_rank", copy.source_rank),
             source_slot=whole(f"stage.copies[{i}].source_slot", copy.source_slot, most=EXTENT_MAX),
             target_rank=fields.rank_id(f"stage.copies[{i}].target_rank", copy.target_rank),
             target_slot=whole(f"stage.copies[{i}].target_slot", copy.target_slot, most=EXTENT_MAX),

@@ -334,7 +334,7 @@ class LayerChange(_message.Message):
     def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., old_digest: _Optional[int] = ..., new_digest: _Optional[int] = ..., new_row: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., new_shares: _Optional[_Union[_common_pb2.Array, _Mapping]] = ...) -> None: ...
 
 class Copy(_message.Message):
-    __slots__ = ("layer", "expert", "source_rank", "source_slot", "target_rank", "target_slot", "relay_of")
+    __slots__ = ("layer", "expert", "source_rank", "source_slot", "target_rank", "target_slot", "relay_of", "from_backup")
     LAYER_FIELD_NUMBER: _ClassVar[int]
     EXPERT_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +342,7 @@ class Copy(_message.Message):
     TARGET_RANK_FIELD_NUMBER: _ClassVar[int]
     TARGET_SLOT_FIELD_NUMBER: _ClassVar[int]
     RELAY_OF_FIELD_NUMBER: _ClassVar[int]
+    FROM_BACKUP_FIELD_NUMBER: _ClassVar[int]
     layer: _common_pb2.Layer
     expert: int
     source_rank: int
@@ -349,7 +350,8 @@ class Copy(_message.Message):
     target_rank: int
     target_slot: int
     relay_of: int
-    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., expert: _Optional[int] = ..., source_rank: _Optional[int] = ..., source_slot: _Optional[int] = ..., target_rank: _Optional[int] = ..., target_slot: _Optional[int] = ..., relay_of: _Optional[int] = ...) -> None: ...
+    from_backup: bool
+    def __init__(self, layer: _Optional[_Union[_common_pb2.Layer, _Mapping]] = ..., expert: _Optional[int] = ..., source_rank: _Optional[int] = ..., source_slot: _Optional[int] = ..., target_rank: _Optional[int] = ..., target_slot: _Optional[int] = ..., relay_of: _Optional[int] = ..., from_backup: bool = ...) -> None: ...
 
 class Stage(_message.Message):
     __slots__ = ("chunk_id", "generation", "weights_version", "mesh_id", "layers", "copies", "stage_timeout_s", "arm_ttl_s", "bytes_per_s", "time_share")
