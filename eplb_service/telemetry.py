@@ -47,6 +47,7 @@ class DeploymentGauges:
     engine_silent: bool | None = None
     drained_ranks: Mapping[str, int] = field(default_factory=dict)
     experts_alone_on_drained: int | None = None
+    unreachable_experts: int = 0
     forecast_used: str = LAST
     forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
@@ -67,6 +68,9 @@ class Metrics:
         self._age = self._gauge("eplb_rollout_age_seconds", "Age of the rollout under way; 0 when there is none.", by)
         self._stalled = self._gauge("eplb_rollout_stalled", "1 when a rollout made no progress within its deadline.", by)
         self._ranks = self._gauge("eplb_ranks", "Ranks by state: live, away or gone.", [*by, "state"])
+        self._unreachable = self._gauge(
+            "eplb_unreachable_experts", "Experts, over all layers, that live on no rank; must be 0.", by
+        )
         self._drained = self._gauge(
             "eplb_drained_ranks", "Drained ranks by state: draining, safe_to_stop, absent or unknown.", [*by, "state"]
         )
@@ -166,6 +170,7 @@ class Metrics:
         self._stalled.labels(deployment).set(float(gauges.rollout_stalled))
         for state in ("live", "away", "gone"):
             self._ranks.labels(deployment, state).set(gauges.ranks.get(state, 0))
+        self._unreachable.labels(deployment).set(gauges.unreachable_experts)
         for state in DrainState:
             self._drained.labels(deployment, state.value).set(gauges.drained_ranks.get(state.value, 0))
         self._set_or_drop(self._alone, (deployment,), gauges.experts_alone_on_drained)

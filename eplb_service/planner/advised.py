@@ -15,6 +15,7 @@ from eplb_service import advising, control
 from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker, EngineState, Look, Sight, Told
 from eplb_service.costs import MeasuredCosts
+from eplb_service.coverage import why_uncovered
 from eplb_service.errors import ConflictError
 from eplb_service.generation import ORDERED, Generation, GenerationState, LiveMap
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
@@ -115,7 +116,7 @@ class AdvisedDeployment(Deployment):
             return "rolling_out", f"generation {told.generation} is the answer to the next question"
         if told is not None:
             return "rolling_out", f"the engine was told to go to generation {told.generation}, and has not shown it yet"
-        return "ready", self.last_error
+        return "ready", why_uncovered(self.unreachable) or self.last_error
 
     def window(self) -> CombinedWindow | None:
         """The last questions since the live map is live, but the first: engines count by it, and miscount where they moved."""

@@ -10,17 +10,18 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import structlog
 
 from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.control import Address
+from eplb_service.coverage import unreachable, why_uncovered
 from eplb_service.drain import DrainedRank, DrainState, drained_ranks, knows_no_empty_slot, listed, serving, why_off_limits
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, RankId
+from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, LayerRef, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.placement import Placement
 from eplb_service.planner import documents
@@ -277,6 +278,12 @@ class Deployment:
         return dataclasses.replace(members, topology=serving(members.topology, live.placement, self.drained))
 
     @property
+    def unreachable(self) -> Mapping[LayerRef, tuple[int, ...]]:
+        """Experts that live on no rank, by what ranks said last; none while that is not known."""
+        live = self.known_live if self.members is not None else None
+        return unreachable(live.placement) if live is not None else {}
+
+    @property
     def drained(self) -> frozenset[RankId]:
         """Ranks to which nothing may be moved, whether they are here or not."""
         return frozenset(RankId(rank) for rank in self.ledger.settings.drained)
@@ -354,7 +361,8 @@ class Deployment:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
             return "observe_only", self._why_observing(group.observe_only)
-        return "ready", self.carrier.waiting_reason or self._last_refusal() or self.last_error
+        uncovered = why_uncovered(self.unreachable)
+        return "ready", self.carrier.waiting_reason or uncovered or self._last_refusal() or self.last_error
 
     def _why_observing(self, what: str) -> str:
         """What is missing, and the reason that a rank which has none of it gives, as far as one did."""
@@ -395,7 +403,7 @@ class Deployment:
         if not self.is_free:
             state, reason = self.state()
             return f"{self.name} is {state}" + (f": {reason}" if reason else "")
-        return ""
+        return why_uncovered(self.unreachable)
 
     def check_plannable(self) -> None:
         """Raise ConflictError with what speaks against a new generation now."""
@@ -578,6 +586,7 @@ class Deployment:
             ranks={state: states.count(state) for state in ("live", "away", "gone")},
             agents=self.carrier.num_agents,
             drained_ranks=Counter(found.state.value for found in drained),
+            unreachable_experts=sum(len(experts) for experts in self.unreachable.values()),
             experts_alone_on_drained=max((found.alone for found in drained), default=0) if is_known else None,
             generation=live.newest_generation if live is not None else 0,
             epoch=self.leading.epoch,

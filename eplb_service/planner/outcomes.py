@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from eplb_service import control
+from eplb_service.coverage import why_uncovered
 from eplb_service.errors import EplbError, FencedError
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
@@ -36,6 +37,7 @@ class Outcomes:
         self._resumable: Generation | None = None
         self._observing: GenerationNumber | None = None
         self._shown: object = None
+        self._uncovered = ""
         self._tasks: set[asyncio.Task[None]] = set()
         self._log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
 
@@ -130,9 +132,21 @@ class Outcomes:
             self._deployment.load.live_known(effect.live)
             self._watch_for_observed(effect.live)
         self._log.info("live.changed", generation=effect.live.newest_generation, boundary=effect.boundary, reason=effect.reason)
+        self._tell_unreachable()
         self._deployment.load.look(effect.live, self._deployment.group)
         self._deployment.plan_wanted.set()
         self._deployment.announce()
+
+    def _tell_unreachable(self) -> None:
+        """Experts that live on no rank are an error in the log, once; and so is that they are back."""
+        why = why_uncovered(self._deployment.unreachable)
+        if why and why != self._uncovered:
+            self._log.error("experts.unreachable", reason=why)
+            self._deployment.note("experts.unreachable", why)
+        elif self._uncovered and not why:
+            self._log.info("experts.reachable")
+            self._deployment.note("experts.reachable", "every expert lives on a rank again")
+        self._uncovered = why
 
     def rollout_finished(self, effect: Finished) -> None:
         """A rollout ended: recorded behind."""

@@ -267,6 +267,10 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         learned=learned_view(deployment),
         ranks=[_rank_view(deployment, deployment.carrier.ranks[rank]) for rank in sorted(deployment.carrier.ranks)],
         drains=drain_views(deployment),
+        unreachable=[
+            admin_pb2.UnreachableView(layer=layer_to_pb(layer), experts=experts)
+            for layer, experts in deployment.unreachable.items()
+        ],
     )
     if deployment.asked is not None:
         view.advised.CopyFrom(_advised_view(deployment.asked, deployment.context.clock.monotonic()))

@@ -103,7 +103,10 @@ class Rank:
 
 @dataclass
 class Fleet:
-    """Ranks of one deployment behind one agent process. Tokens of expert e in layer l: `loads[l, e]` for each report."""
+    """Ranks of one deployment behind one agent process. Tokens of expert e in layer l: `loads[l, e]` for each report.
+
+    rank_ids: in column order; empty = 0 to num_ranks - 1.
+    """
 
     target: str
     deployment: str = "chat"
@@ -116,6 +119,7 @@ class Fleet:
     expert_bytes: int = 1000
     layers_per_chunk: int = 1
     group_id: int = 77
+    rank_ids: tuple[int, ...] = ()
     dispatch: str = "even"
     hold_hello: bool = False
     hold_flips: bool = False
@@ -134,15 +138,17 @@ class Fleet:
     def __post_init__(self) -> None:
         # Each rank stages at most what one layer may need: a chunk holds `layers_per_chunk` layers.
         self.staging_bytes = self.slots * self.expert_bytes * self.layers_per_chunk
+        self.rank_ids = self.rank_ids or tuple(range(self.num_ranks))
+        self.num_ranks = len(self.rank_ids)
         table = Table.linear(
             model=MODEL,
             layer_ids=range(self.num_layers),
             num_logical=self.num_logical,
-            rank_ids=range(self.num_ranks),
+            rank_ids=self.rank_ids,
             slots_per_rank=self.slots,
         )
         rows = {layer: tuple(row.tolist()) for layer, row in zip(table.layers, table.physical_to_logical, strict=True)}
-        for rank in range(self.num_ranks):
+        for rank in self.rank_ids:
             address = Address(RankId(rank), Incarnation(1000 + rank), GroupId(self.group_id))
             self.ranks.append(Rank(address, dict.fromkeys(rows, 0), dict(rows)))
         self._out: asyncio.Queue[FromAgent] = asyncio.Queue()
@@ -191,7 +197,7 @@ class Fleet:
             async for envelope in stream:
                 message = convert.to_rank_from_pb(envelope)
                 self.got.append(message)
-                self._handle(self.ranks[message.to.rank_id], message)
+                self._handle(self.ranks[self.rank_ids.index(message.to.rank_id)], message)
         finally:
             pulses.cancel()
 
@@ -244,7 +250,7 @@ class Fleet:
             deployment=DeploymentId(self.deployment),
             address=rank.address,
             node=f"node{rank.address.rank_id // 2}",
-            group_rank_ids=tuple(RankId(number) for number in range(self.num_ranks)),
+            group_rank_ids=tuple(RankId(rank) for rank in self.rank_ids),
             phase=Phase.DECODE,
             stage=0,
             models=(ModelInfo(name=MODEL, digest="weights", manifest_digest="manifest", layers=layers),),
