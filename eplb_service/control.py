@@ -52,17 +52,29 @@ class LayerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTensors:
+    """What the tensors of an expert are, of layers in which they are alike.
+
+    tensors: name, and type, shape (without the slot axis), kind and layout in words; ascending by name.
+    """
+
+    layer_ids: tuple[int, ...]
+    tensors: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """One model of a deployment (target, drafter). digest: of its architecture and checkpoint identity; equal on all ranks.
 
-    manifest_digest: of names, dtypes, shapes (without the slot axis), kinds and layouts of every tensor of an expert, by layer;
-        where ranks differ, their hooks say in which tensor.
+    manifest_digest: of names, dtypes, shapes (without the slot axis), kinds and layouts of every tensor of an expert, by layer.
+    tensors: what it is the digest of, to say in which tensor two ranks differ; may be left out.
     """
 
     name: str
     digest: str
     manifest_digest: str
     layers: tuple[LayerInfo, ...]
+    tensors: tuple[LayerTensors, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
 from agent.transfer.checksum import WORD_BYTES, checksum
 from agent.transfer.staging import ExpertLayout, is_broadcast_over_slots
-from eplb_service.control import LayerInfo, ModelInfo
+from eplb_service.control import LayerInfo, LayerTensors, ModelInfo
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef
 
@@ -87,9 +87,24 @@ def shared_facts(tensors: Tensors) -> dict[str, str]:
 def model_infos(description: EngineDescription, tensors: Tensors) -> tuple[ModelInfo, ...]:
     """The models as the planner is told of them."""
     return tuple(
-        ModelInfo(name=model.name, digest=model.digest, manifest_digest=manifest_digest(model, tensors), layers=model.layers)
+        ModelInfo(
+            name=model.name,
+            digest=model.digest,
+            manifest_digest=manifest_digest(model, tensors),
+            layers=model.layers,
+            tensors=_alike(model, tensors),
+        )
         for model in description.models
     )
+
+
+def _alike(model: EngineModel, tensors: Tensors) -> tuple[LayerTensors, ...]:
+    """Layers by what their tensors are: most are alike."""
+    found: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for info in model.layers:
+        manifest = tuple(layer_manifest(tensors[LayerRef(model.name, info.layer_id)]).items())
+        found.setdefault(manifest, []).append(info.layer_id)
+    return tuple(LayerTensors(layer_ids=tuple(ids), tensors=manifest) for manifest, ids in found.items())
 
 
 def check_layer(

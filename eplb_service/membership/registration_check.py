@@ -179,6 +179,24 @@ def _models_disagreement(mine: Sequence[ModelInfo], theirs: Sequence[ModelInfo])
                     where = f"model {model.name!r} layer {layer.layer_id} with {what}"
                     return where, getattr(layer, name), getattr(peer_layer, name)
         for name, what in (("digest", "digest"), ("manifest_digest", "tensor manifest digest")):
+            tensor = _tensor_disagreement(model, other) if name == "manifest_digest" else None
+            if tensor is not None:
+                return tensor
             if getattr(model, name) != getattr(other, name):
                 return f"model {model.name!r} with {what}", repr(getattr(model, name)), repr(getattr(other, name))
     return None
+
+
+def _tensor_disagreement(mine: ModelInfo, theirs: ModelInfo) -> tuple[str, object, object] | None:
+    """The first tensor in which two ranks differ; None = in none, or a rank does not say what its tensors are."""
+    here, there = _tensors_by_layer(mine), _tensors_by_layer(theirs)
+    for layer_id in sorted(here.keys() & there.keys()):
+        for name in sorted(here[layer_id].keys() | there[layer_id].keys()):
+            found = here[layer_id].get(name, "missing"), there[layer_id].get(name, "missing")
+            if found[0] != found[1]:
+                return f"model {mine.name!r} layer {layer_id} with tensor {name}:", *found
+    return None
+
+
+def _tensors_by_layer(model: ModelInfo) -> dict[int, dict[str, str]]:
+    return {layer_id: dict(part.tensors) for part in model.tensors for layer_id in part.layer_ids}

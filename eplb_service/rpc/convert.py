@@ -7,7 +7,9 @@ Every `*_from_pb` raises InvalidInputError for a message that cannot be used, na
 
 from __future__ import annotations
 
-from eplb_service.control import LayerInfo, ModelInfo, Registration
+from collections.abc import Sequence
+
+from eplb_service.control import LayerInfo, LayerTensors, ModelInfo, Registration
 from eplb_service.errors import InvalidInputError
 from eplb_service.pb.v1 import agent_pb2
 from eplb_service.policy.magnitudes import EXPERT_BYTES_MAX
@@ -146,6 +148,39 @@ def _model_to_pb(model: ModelInfo) -> agent_pb2.ModelInfo:
         digest=fields.name("model.digest", model.digest),
         manifest_digest=fields.name("model.manifest_digest", model.manifest_digest),
         layers=layers,
+        tensors=[_tensors_to_pb(value) for value in model.tensors],
+    )
+
+
+TENSORS_MAX = 1 << 16
+"""Tensors in one registration's manifest of a model."""
+
+
+def _tensors_to_pb(value: LayerTensors) -> agent_pb2.LayerTensors:
+    """Names that are too long are cut: they are for people."""
+    tensors = [
+        agent_pb2.LayerTensors.Tensor(
+            name=fields.text(name, most=fields.NAME_CHARACTERS_MAX),
+            description=fields.text(description, most=fields.NAME_CHARACTERS_MAX),
+        )
+        for name, description in value.tensors
+    ]
+    ids = [whole("tensors.layer_ids", layer_id, most=EXTENT_MAX) for layer_id in value.layer_ids]
+    return agent_pb2.LayerTensors(layer_ids=ids, tensors=tensors)
+
+
+def _tensors_from_pb(messages: Sequence[agent_pb2.LayerTensors], field: str) -> tuple[LayerTensors, ...]:
+    whole(f"{field}: number of layers", sum(len(message.layer_ids) for message in messages), most=fields.LAYERS_MAX)
+    whole(f"{field}: number of tensors", sum(len(message.tensors) for message in messages), most=TENSORS_MAX)
+    return tuple(
+        LayerTensors(
+            layer_ids=tuple(message.layer_ids),
+            tensors=tuple(
+                (fields.name(f"{field}.name", tensor.name), fields.name(f"{field}.description", tensor.description))
+                for tensor in message.tensors
+            ),
+        )
+        for message in messages
     )
 
 
@@ -165,4 +200,5 @@ def _model_from_pb(message: agent_pb2.ModelInfo, field: str) -> ModelInfo:
         digest=fields.name(f"{field}.digest", message.digest),
         manifest_digest=fields.name(f"{field}.manifest_digest", message.manifest_digest),
         layers=layers,
+        tensors=_tensors_from_pb(message.tensors, f"{field}.tensors"),
     )

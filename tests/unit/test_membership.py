@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from eplb_service.control import Address, LayerInfo, LiveLayer, ModelInfo, Registration
+from eplb_service.control import Address, LayerInfo, LayerTensors, LiveLayer, ModelInfo, Registration
 from eplb_service.errors import ConflictError, InvalidInputError, NotFoundError, StaleError, UnsupportedError
 from eplb_service.generation import LiveMap
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId
@@ -37,8 +37,13 @@ def layers(num: int = 2, *, num_logical: int = 6, slots: int = 4, expert_bytes: 
     )
 
 
+WEIGHT, SCALE = ("weight", "float8_e4m3fn [8, 4] expert linear"), ("scale", "float32 [2] expert linear")
+TENSORS = (LayerTensors(layer_ids=(3, 4), tensors=(SCALE, WEIGHT)),)
+TENSORS_ELSEWHERE = (LayerTensors(layer_ids=(4,), tensors=(SCALE, WEIGHT)), LayerTensors(layer_ids=(3,), tensors=(WEIGHT,)))
+
+
 def model(name: str = "v3", **changes: object) -> ModelInfo:
-    made = ModelInfo(name=name, digest="arch", manifest_digest="tensors", layers=layers())
+    made = ModelInfo(name=name, digest="arch", manifest_digest="tensors", layers=layers(), tensors=TENSORS)
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -139,6 +144,10 @@ def test_layers_of_equal_experts_and_slots_form_a_table() -> None:
         ({"models": (model(layers=layers(expert_bytes=7)),)}, r"expert bytes = 7, but rank 0 .* has 100"),
         ({"models": (model(digest="other"),)}, r"digest 'other', but rank 0 .* has 'arch'"),
         ({"models": (model(manifest_digest="other"),)}, r"tensor manifest digest 'other', but rank 0 .* has 'tensors'"),
+        (
+            {"models": (model(manifest_digest="other", tensors=TENSORS_ELSEWHERE),)},
+            r"model 'v3' layer 3 with tensor scale: missing, but rank 0 .* has float32 \[2\] expert linear: all ranks",
+        ),
         ({"models": (model("r1"),)}, r"models \['r1'\], but rank 0 .* has \['v3'\]"),
         ({"vote_period": 9}, r"vote period K = 9, but rank 0 .* has 8"),
         ({"window_steps": 9}, r"window steps W = 9, but rank 0 .* has 64"),

@@ -35,17 +35,34 @@ class LayerInfo(_message.Message):
     expert_bytes: int
     def __init__(self, layer_id: _Optional[int] = ..., num_logical: _Optional[int] = ..., slots: _Optional[int] = ..., expert_bytes: _Optional[int] = ...) -> None: ...
 
+class LayerTensors(_message.Message):
+    __slots__ = ("layer_ids", "tensors")
+    class Tensor(_message.Message):
+        __slots__ = ("name", "description")
+        NAME_FIELD_NUMBER: _ClassVar[int]
+        DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+        name: str
+        description: str
+        def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ...) -> None: ...
+    LAYER_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    layer_ids: _containers.RepeatedScalarFieldContainer[int]
+    tensors: _containers.RepeatedCompositeFieldContainer[LayerTensors.Tensor]
+    def __init__(self, layer_ids: _Optional[_Iterable[int]] = ..., tensors: _Optional[_Iterable[_Union[LayerTensors.Tensor, _Mapping]]] = ...) -> None: ...
+
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "digest", "manifest_digest", "layers")
+    __slots__ = ("name", "digest", "manifest_digest", "layers", "tensors")
     NAME_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
     name: str
     digest: str
     manifest_digest: str
     layers: _containers.RepeatedCompositeFieldContainer[LayerInfo]
-    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ...) -> None: ...
+    tensors: _containers.RepeatedCompositeFieldContainer[LayerTensors]
+    def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., manifest_digest: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerInfo, _Mapping]]] = ..., tensors: _Optional[_Iterable[_Union[LayerTensors, _Mapping]]] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("protocol_min", "protocol_max", "capabilities", "deployment", "phase", "stage", "models", "address", "node", "group_rank_ids", "capacity", "vote_period", "window_steps", "sub_windows", "staging_bytes", "replica_table_width", "weights_version", "dispatch", "nic")
