@@ -59,7 +59,7 @@ endif
 sim: $(STAMP)  ## simulated faults by seeds: make sim SEEDS=100000, or make sim MUTATIONS=1: each rule off, its violation searched
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(if $(MUTATIONS),--mutations)
 
-test-long: $(STAMP)  ## whole fleets whose parts are killed one after another, and a weighted one (about 5 minutes)
+test-long: $(STAMP)  ## fleets whose parts are killed in turn, a weighted one, demos with broken flips (about 7 minutes)
 	@$(BIN)/python -m pytest -m long tests/integration
 
 proto: $(STAMP)  ## generate the protocol code again

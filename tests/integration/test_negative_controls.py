@@ -21,7 +21,7 @@ import pytest
 
 from tests.integration.whole_fleet import compile_kernels
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(240)]
 ROOT = Path(__file__).parents[2]
 SECONDS = 4.0
 DEADLINE_S = 200.0
