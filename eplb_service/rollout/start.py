@@ -26,6 +26,7 @@ def chunks_to_roll_out(
         raise InvalidInputError(f"{name} cannot start: {group.observe_only} (observe only)")
     if generation.number < generation_floor:
         raise InvalidInputError(f"{name} cannot start: ranks have seen generation {generation_floor}; numbers never go back")
+    _check_not_given_twice(generation, live)
     shares_problem = group.shares_problem(generation.placement)
     if shares_problem:
         raise InvalidInputError(f"{name} cannot start: {shares_problem}")
@@ -49,3 +50,16 @@ def chunks_to_roll_out(
         layers_max=layers_per_chunk_max,
         fan_out=group.fan_out,
     )
+
+
+def _check_not_given_twice(generation: Generation, live: LiveMap) -> None:
+    """A layer that routes by this number has its row, or the number was given to another generation too.
+
+    That can be after a store lost its data while the planner that had published lived on: nobody else could know of the number.
+    """
+    for layer in live.differing_layers(generation.placement):
+        if live.layer_generations[layer] == generation.number:
+            raise InvalidInputError(
+                f"generation {generation.number} cannot start: ranks route layer {layer} by another row under that number,"
+                f" which a planner published before the store lost its data; publish again under a new number"
+            )

@@ -445,6 +445,18 @@ def test_a_generation_that_cannot_be_carried_is_not_started(target: Generation, 
     script.expect(RolloutState.IDLE)
 
 
+def test_a_number_that_ranks_route_by_other_rows_of_is_not_carried_again() -> None:
+    """A store lost its data while the planner that had published the number lived on, and flipped it."""
+    other = as_loaded(placement()).with_rows({LAYERS[0]: np.array((1, 1, 2, 0, 0, 2))}, GenerationNumber(3))
+    script = Script()
+    script.hear(*script.lives(other, generation_seen=GenerationNumber(3)))
+    result, reason = outcome_of(script, generation(3, TWO_LAYERS))
+    assert result is Outcome.NOT_STARTED
+    assert "ranks route layer m/0 by another row under that number" in reason
+    assert "publish again under a new number" in reason
+    assert sent(script.last) == []
+
+
 def test_numbers_never_go_back() -> None:
     script = Script()
     script.hear(*script.lives(generation_seen=GenerationNumber(9)))
