@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from agent.hook.stage_check import check_stage
 from eplb_service.control import Disarm, Disarmed, Flipped, Live, RefusalCode
 from eplb_service.generation import AS_LOADED, LiveMap
 from eplb_service.ids import ChunkId
-from eplb_service.rollout import open_chunk
+from eplb_service.rollout import machine, open_chunk
 from eplb_service.rollout.events import Effect, RolloutState
 from eplb_service.rollout.live_replies import LiveReplies
 from eplb_service.rollout.machine import Rollout
@@ -45,14 +46,22 @@ class Mutation:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """While this lasts, the rule is off."""
+        """While this lasts, the rule is off, and with it the tables of transitions: checkers must see what comes of it."""
+        tables: Patches = [
+            (chunk, "TRANSITIONS", _anything(hook.ChunkState)),
+            (machine, "TRANSITIONS", _anything(RolloutState)),
+        ]
         with ExitStack() as stack:
-            for owner, name, replacement in self.patches():
+            for owner, name, replacement in [*tables, *self.patches()]:
                 if isinstance(owner, dict):
                     stack.enter_context(patch.dict(owner, {name: replacement}))
                 else:
                     stack.enter_context(patch.object(owner, name, replacement))
             yield
+
+
+def _anything(states: type[Enum]) -> dict[Enum, dict[Enum, str]]:
+    return {state: dict.fromkeys(states, "") for state in states}
 
 
 @dataclass(frozen=True)
