@@ -231,9 +231,8 @@ class OpenChunk:
         if self._without(self._staged) or away:
             return
         last = f", by rank {self._last_staged} last" if self._last_staged is not None else ""
-        self._note(
-            "chunk.authorised", f"staged by all {len(self._group.rank_ids)} ranks after {now - self.since_s:.3f} s{last}"
-        )
+        text = f"staged by all {len(self._group.rank_ids)} ranks after {now - self.since_s:.3f} s{last}; {self.plan.traffic}"
+        self._note("chunk.authorised", text)
         self._send_all(lambda to: Arm(to=to, chunk_id=self.chunk_id))
         self._enter(RolloutState.ARMED, now, self._settings.arm_timeout_s(self._group.vote_period))
 

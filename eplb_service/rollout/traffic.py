@@ -33,6 +33,13 @@ class Traffic:
         """
         return max(self.sent) + max(self.passed_on)
 
+    def __str__(self) -> str:
+        within, across = self.by_link[LinkKind.SAME_NODE], self.by_link[LinkKind.CROSS_NODE]
+        text = f"{within / 1e6:.1f} MB within nodes, {across / 1e6:.1f} MB between them"
+        if across:
+            text += f" (busiest NIC {max(self.into_nics) / 1e6:.1f} MB in, {max(self.out_of_nics) / 1e6:.1f} MB out)"
+        return text
+
 
 def traffic_of(copies: Sequence[Copy], topology: Topology, expert_bytes: Mapping[LayerRef, int]) -> Traffic:
     """Traffic of some copies that are carried together."""

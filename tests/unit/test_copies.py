@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from dataclasses import dataclass
 
@@ -323,6 +324,8 @@ def test_one_expert_that_six_ranks_get_crosses_to_the_other_node_once() -> None:
         (4, 5, 0),
         (4, 6, 0),
     ]
+    assert (chunk.traffic.by_link[LinkKind.SAME_NODE], chunk.traffic.by_link[LinkKind.CROSS_NODE]) == (5 * SIZE, SIZE)
+    assert (chunk.traffic.bytes_in_a_row, max(chunk.traffic.into_nics)) == (4 * SIZE + 2 * SIZE, SIZE)
     (without,) = case.chunks(fan_out=False)
     assert [copy.source_rank for copy in without.copies] == [0] * 6
 
@@ -368,3 +371,14 @@ def test_experts_leave_a_node_over_different_nics() -> None:
     case = Case(live, target, Topology(live.rank_ids, ("a", "a", "a", "b"), nics=("x", "x", "y", "x")))
     (chunk,) = case.chunks(fan_out=True)
     assert sorted(copy.source_rank for copy in chunk.copies if copy.target_rank == 3) == [0, 2]
+
+
+def test_traffic_in_words() -> None:
+    by_link = {LinkKind.SAME_RANK: 1, LinkKind.SAME_NODE: 88_000_000, LinkKind.CROSS_NODE: 132_000_000}
+    ranks, into_nics, out_of_nics = (0, 0), (44_000_000, 88_000_000), (132_000_000, 0)
+    traffic = Traffic(
+        by_link=by_link, sent=ranks, passed_on=ranks, received=ranks, into_nics=into_nics, out_of_nics=out_of_nics
+    )
+    assert str(traffic) == "88.0 MB within nodes, 132.0 MB between them (busiest NIC 88.0 MB in, 132.0 MB out)"
+    near = dataclasses.replace(traffic, by_link={**by_link, LinkKind.CROSS_NODE: 0})
+    assert str(near) == "88.0 MB within nodes, 0.0 MB between them"
