@@ -104,6 +104,7 @@ class ChunkMachine:
         self._withdrawn = False  # a Disarm of the open chunk waits for its vote
         self._doomed: tuple[RefusalCode, str] | None = None  # the open chunk closes once its vote is resolved, for this reason
         self._stale_weights = False
+        self._passed = False
         self._hello: Hello | None = None
         self._last: tuple[FromRank, ...] = ()  # how the last chunk ended
         self._history: deque[str] = deque(maxlen=HISTORY_MAX)
@@ -141,6 +142,21 @@ class ChunkMachine:
     def unresolved_id(self) -> ChunkId:
         """The chunk whose vote was cast and whose outcome is not known: what ranks exchange when the group re-forms."""
         return self.open_id if self._state in (ChunkState.VOTING, ChunkState.UNRESOLVED) else NO_CHUNK
+
+    @property
+    def opened(self) -> Stage | None:
+        """The chunk under way."""
+        return self._open
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether the vote for the chunk under way is known to have passed."""
+        return self._passed
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the weights changed since the chunk that this rank voted for was staged: it must not be flipped here."""
+        return self._stale_weights
 
     # ── the only way in ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,6 +311,7 @@ class ChunkMachine:
             reason = f"weights version went from {ledger.weights_version} to {event.weights_version}"
             ledger.weights_version = event.weights_version
             if self._state is ChunkState.COMMITTED:
+                self._stale_weights = True
                 self._unresolved(f"{reason} between the vote for chunk {self.open_id:#x} and its flip")
             else:
                 self._stale_weights = self._state is ChunkState.VOTING
@@ -332,6 +349,7 @@ class ChunkMachine:
         if self._state is not ChunkState.VOTING or event.chunk_id != self.open_id:
             self._broken(f"{_summary(event)}, but no vote of it is under way")
         chunk = event.chunk_id
+        self._passed = event.outcome is Outcome.PASSED
         match event.outcome:
             case Outcome.PASSED if self._stale_weights:
                 self._unresolved(f"the vote for chunk {chunk:#x} passed, but the weights changed since they were staged")
@@ -410,7 +428,7 @@ class ChunkMachine:
     def _forget_open(self) -> None:
         self._open, self._staged, self._state = None, None, ChunkState.IDLE
         self._deadline = float("inf")
-        self._withdrawn, self._doomed, self._stale_weights = False, None, False
+        self._withdrawn, self._doomed, self._stale_weights, self._passed = False, None, False, False
 
     # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
