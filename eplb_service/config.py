@@ -315,14 +315,26 @@ class LoadedConfig:
     sources: Mapping[str, str]
 
     def given(self) -> dict[str, str]:
-        """What is not a default, as text by key; secrets are not shown."""
-        shown = {}
-        for found in settings_of(ServeConfig):
-            if self.sources[found.key] != "default":
-                name, leaf = found.key.split(".")
-                value: Value = getattr(getattr(self.config, name), leaf)
-                shown[found.key] = "***" if found.secret else str(value)
-        return shown
+        """What somebody gave, as text by key; secrets are not shown."""
+        return {key: text for key, text in shown(self.config).items() if self.sources[key] != "default"}
+
+
+def shown(config: ServeConfig) -> dict[str, str]:
+    """Every setting as text by key; secrets are not shown, nor a password in the store's address."""
+    texts = {}
+    for found in settings_of(ServeConfig):
+        section, leaf = found.key.split(".")
+        value: Value = getattr(getattr(config, section), leaf)
+        if found.key == "store.address" and value != EMBEDDED:
+            value = str(parse_address(str(value)))
+        texts[found.key] = "***" if found.secret and value is not None else str(value)
+    return texts
+
+
+def changed(config: ServeConfig) -> dict[str, str]:
+    """Settings that are not at their default, as `shown` has them."""
+    defaults = shown(ServeConfig())
+    return {key: text for key, text in shown(config).items() if text != defaults[key]}
 
 
 def load_config(

@@ -27,9 +27,10 @@ LABEL_WIDTH = 12
 
 @click.command(short_help="Deployments, ranks, what is going on and why.")
 @click.argument("deployment", required=False)
+@click.option("--settings", is_flag=True, help="The planner's own settings too, as far as they are not at their default.")
 @output_option
 @planner_options
-def status(deployment: str | None, output: str, client: PlannerClient) -> None:
+def status(deployment: str | None, output: str, client: PlannerClient, *, settings: bool) -> None:
     """Show what the planner knows: of one DEPLOYMENT, or of all.
 
     \b
@@ -43,6 +44,10 @@ def status(deployment: str | None, output: str, client: PlannerClient) -> None:
     out = console()
     store = "ok" if reply.store_ok else "NOT ANSWERING: no new plans until it does"
     out.print(f"planner {reply.planner} {reply.version}, up {seconds_text(reply.uptime_s)}; store {reply.store}: {store}")
+    if settings:
+        for key, text in sorted(reply.configuration.items()):
+            out.print(f"  {key} = {text}")
+        out.print("  everything else is at its default: `eplb serve --help` lists all")
     if not reply.deployments:
         out.print("no deployment yet: no agent has registered a rank (see `eplb agent --help`)")
     for view in reply.deployments:

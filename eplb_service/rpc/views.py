@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.config import changed
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
@@ -355,4 +356,5 @@ def status_view(planner: Planner, deployments: tuple[Deployment, ...]) -> admin_
         store_ok=not planner.context.health.reason,
         deployments=[deployment_view(deployment) for deployment in deployments],
         uptime_s=planner.context.clock.monotonic() - planner.started_at_s,
+        configuration=changed(planner.context.config),
     )

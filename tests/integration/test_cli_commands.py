@@ -168,8 +168,14 @@ def test_status_shows_planner_store_settings_load_and_every_rank(stage: Stage, c
     assert len(view["rank_loads"]) == 3
     assert len(view["rank_loads"][0]) == 4
 
+    settings = chat("status", DEPLOYMENT, "--settings")
+    assert "  everything else is at its default: `eplb serve --help` lists all\n" in settings
+    for key, text in found["configuration"].items():
+        assert f"  {key} = {text}\n" in settings
+    assert found["configuration"]["planning.policy"] == "greedy"
     page = chat("status", DEPLOYMENT)
     assert page.startswith("planner ")
+    assert "everything else" not in page
     assert ": ok\n" in page
     for words in (
         "chat  ready",

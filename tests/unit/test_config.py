@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.config import ServeConfig, load_config
+from eplb_service.config import ServeConfig, changed, load_config, shown
 from eplb_service.control import Throttle
 from eplb_service.costs import GivenCosts
 from eplb_service.errors import InvalidInputError
@@ -217,10 +217,22 @@ def test_file_that_is_not_there_or_no_text_is_one_sentence(tmp_path: Path) -> No
         load_config(file=binary)
 
 
+def test_what_is_in_effect_and_not_a_default_is_known_wherever_it_comes_from_trtllm_18626(tmp_path: Path) -> None:
+    """A section of a configuration that is silently ignored: here what is in effect can be looked up (`eplb status`)."""
+    file = write(tmp_path, "[gate]\nmin_coverage = 1\n[planning]\nmode = 'observe'\n")
+    loaded = load_config(file=file, environment={"EPLB_COST_HORIZON_STEPS": "5000"}, flags={"store.password": "x"})
+    assert changed(loaded.config) == {"gate.min_coverage": "1.0", "cost.horizon_steps": "5000", "store.password": "***"}
+    assert loaded.given() == {**changed(loaded.config), "planning.mode": "observe"}  # given, and the default all the same
+
+
 def test_secrets_are_shown_nowhere() -> None:
     loaded = load_config(environment={"EPLB_STORE_PASSWORD": "hunter2", "EPLB_STORE_ADDRESS": "redis://cache"})
     assert loaded.config.store.password == "hunter2"
     assert "hunter2" not in str(loaded.given())
+    within = load_config(flags={"store.address": "redis://me:hunter2@cache:7000/3"})
+    for texts in (within.given(), changed(within.config), shown(loaded.config)):
+        assert "hunter2" not in str(texts)
+    assert within.given() == {"store.address": "redis://cache:7000 database 3"}
     with pytest.raises(InvalidInputError) as caught:
         load_config(environment={"EPLB_STORE_PASSWORD": "hunter2\n"})
     assert "hunter2" not in str(caught.value)

@@ -226,20 +226,29 @@ class DeploymentStatus(_message.Message):
     def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ..., drains: _Optional[_Iterable[_Union[DrainView, _Mapping]]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableView, _Mapping]]] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s")
+    __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s", "configuration")
+    class ConfigurationEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     PLANNER_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
     STORE_OK_FIELD_NUMBER: _ClassVar[int]
     DEPLOYMENTS_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    CONFIGURATION_FIELD_NUMBER: _ClassVar[int]
     planner: str
     version: str
     store: str
     store_ok: bool
     deployments: _containers.RepeatedCompositeFieldContainer[DeploymentStatus]
     uptime_s: float
-    def __init__(self, planner: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., store_ok: bool = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ...) -> None: ...
+    configuration: _containers.ScalarMap[str, str]
+    def __init__(self, planner: _Optional[str] = ..., version: _Optional[str] = ..., store: _Optional[str] = ..., store_ok: bool = ..., deployments: _Optional[_Iterable[_Union[DeploymentStatus, _Mapping]]] = ..., uptime_s: _Optional[float] = ..., configuration: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class PlanRequest(_message.Message):
     __slots__ = ("deployment", "policy")
