@@ -160,8 +160,10 @@ class HookStatus:
 
     voting: takes part in votes and in rollouts; off_reason says why not. boundary: step boundaries begun so far.
     generations: what each layer routes by now. flipped_id: last chunk that became live. open_id: chunk under way, 0 = none.
-    connected: to the agent process. reads_from: ranks whose memory experts are read from. Counters run since the
-    start. pauses, paused_s: how often and how long in all experts waited for the engine to be under less pressure.
+    connected: to the agent process. reads_from: ranks whose memory experts are read from.
+    staging_bytes: memory on the device that staging and sending take, allocated at the start and never again.
+    Counters run since the start. pauses, paused_s: how often and how long in all experts waited for the engine to be under less
+    pressure.
     """
 
     voting: bool
@@ -177,5 +179,6 @@ class HookStatus:
     refusals: Mapping[str, int] = field(default_factory=dict)
     stray_ids: int = 0
     reads_from: tuple[RankId, ...] = ()
+    staging_bytes: int = 0
     pauses: int = 0
     paused_s: float = 0.0

@@ -183,6 +183,7 @@ class Hook:
                 refusals=dict(machine.refusals),
                 stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
                 reads_from=self._stager.reads_from if self._stager is not None else (),
+                staging_bytes=self._stager.num_bytes if self._stager is not None else 0,
                 pauses=self._pressure.pauses,
                 paused_s=self._pressure.paused_s,
             )

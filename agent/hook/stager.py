@@ -126,6 +126,11 @@ class Stager:
         self._thread.start()
 
     @property
+    def num_bytes(self) -> int:
+        """Memory on the device that this takes, all of it from the start: staging, and what experts leave through."""
+        return self._staging.num_bytes + self._ring.num_bytes
+
+    @property
     def reads_from(self) -> tuple[RankId, ...]:
         """Ranks whose memory experts are read from."""
         return self._transports.reads_from

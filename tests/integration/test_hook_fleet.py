@@ -14,7 +14,7 @@ from eplb_service.ids import LayerRef, RankId, chunk_id
 from eplb_service.placement import Placement, Table, row_digest
 from eplb_service.rollout.chunks import PlannedChunk, plan_chunks
 from eplb_service.topology import LinkKind, Topology
-from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, NUM_LOGICAL, FakeAgent, Fleet, copies
+from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, NUM_LOGICAL, SLOTS, FakeAgent, Fleet, copies
 
 pytestmark = pytest.mark.process
 
@@ -39,6 +39,10 @@ def fleet(context: multiprocessing.context.ForkServerContext) -> Iterator[Fleet]
 
 def test_all_ranks_register_with_equal_manifests_and_vote(fleet: Fleet) -> None:
     assert {status.off_reason for status in fleet.started} == {""}
+    sizes = {status.staging_bytes for status in fleet.started}
+    (size,) = sizes
+    budget, padded = 2 * SLOTS * sum(EXPERT_BYTES.values()), 256 / min(EXPERT_BYTES.values())
+    assert budget + 2 * max(EXPERT_BYTES.values()) <= size <= budget * padded + 3 * 256
     assert len({r.models for r in fleet.agent.registrations.values()}) == 1
 
 

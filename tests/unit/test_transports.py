@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -16,12 +17,12 @@ from agent.transfer.gloo import Store, local_store
 from agent.transfer.gloo_peer import GlooPeer, SendRing
 from agent.transfer.local_copy import LocalCopy
 from agent.transfer.memory_handles import HandleError, SharedHostHandles, allocate_shared
-from agent.transfer.nixl_read import NixlRead, Reachable
+from agent.transfer.nixl_read import NixlRead, Reachable, meet_agents
 from agent.transfer.peer_memory import meet_neighbours
 from agent.transfer.peer_read import PeerRead
 from agent.transfer.staging import Staging
 from agent.transfer.streams import DeviceEvent, HostStreams, Streams
-from agent.transfer.transport import LocalRank, Transport
+from agent.transfer.transport import LocalRank, TransferError, Transport
 from agent.transfer.transports import Transports
 from agent.transfer.ways import Ways
 from eplb_service.errors import DeadlineError
@@ -218,3 +219,62 @@ def test_nixl_carries_what_lies_as_it_is_packed_and_every_relay(group: Group) ->
     assert not nixl.carries(copy(BF16, (0, 0), (1, 0)))
     assert nixl.carries(copy(BF16, (0, 0), (1, 0), relay_of=0, expert=3))
     assert not nixl.carries(copy(INT4, (1, 0), (1, 1)))
+
+
+class SlowAgent:
+    """A NIXL agent whose reads are under way until they are let end, and which cannot be made to forget them before."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end, self.refusals = threading.Event(), threading.Event(), 0
+
+    def register_memory(self, reg_list: list[torch.Tensor]) -> None:
+        return
+
+    def get_agent_metadata(self) -> bytes:
+        return b""
+
+    def add_remote_agent(self, metadata: bytes) -> str:
+        return "there"
+
+    def get_xfer_descs(self, descs: list[tuple[int, int, int]], mem_type: str) -> list[tuple[int, int, int]]:
+        return descs
+
+    def initialize_xfer(self, operation: str, local_descs: Any, remote_descs: Any, remote_agent: str) -> str:
+        assert (operation, remote_agent) == ("READ", "there")
+        return "handle"
+
+    def transfer(self, handle: str) -> str:
+        self.began.set()
+        return "PROC"
+
+    def check_xfer_state(self, handle: str) -> str:
+        return "PROC"
+
+    def release_xfer_handle(self, handle: str) -> None:
+        if not self.may_end.is_set():
+            self.refusals += 1
+            if self.refusals == 3:
+                self.may_end.set()
+            raise RuntimeError("the transfer is active")
+
+
+def test_staging_is_not_free_while_a_read_that_was_given_up_may_still_write_vllm_32881() -> None:
+    """Withdrawn in the middle of a read over NIXL: the chunk ends at once, and staging once the read cannot write any more."""
+    agents: dict[int, SlowAgent] = {}
+
+    def over_nixl(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
+        agents[rank.rank_id] = SlowAgent()
+        reachable = meet_agents(store, rank, staging, agents[rank.rank_id], 10)
+        return LocalCopy(rank), NixlRead(rank, reachable, agents[rank.rank_id], streams)
+
+    group = Group.make(Kind(over_nixl, ("a", "b", "c")))
+    try:
+        meshes = group.connect()
+        running = group.begin([copy(INT4, (0, 0), (1, 0))], meshes, timeout_s=60)
+        assert agents[20].began.wait(10)
+        meshes[1].abandon()
+        with pytest.raises(TransferError, match="expert 0 of mixed/2 was not read from rank 10"):
+            running[1].result(10)  # the rank has quiesced when this ends
+        assert agents[20].refusals == 3
+    finally:
+        group.close()
