@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.hook.stage_check import LayerShape, RankShape, check_stage
@@ -98,6 +98,7 @@ def _on_rank(draw: st.DrawFn, slots: int, num_logical: int, distinct: bool) -> l
     return draw(st.lists(experts, min_size=slots, max_size=slots, unique=distinct))
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans())
 def test_every_slot_that_changes_is_filled_once_from_a_live_slot_or_a_relay(case: Case, fan_out: bool) -> None:
     filled: Counter[tuple[LayerRef, int, int, int]] = Counter()
@@ -119,6 +120,7 @@ def test_every_slot_that_changes_is_filled_once_from_a_live_slot_or_a_relay(case
     assert filled == case.wanted()
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans())
 def test_no_source_is_nearer_than_the_one_that_is_used(case: Case, fan_out: bool) -> None:
     for chunk in case.chunks(fan_out=fan_out):
@@ -134,6 +136,7 @@ def test_no_source_is_nearer_than_the_one_that_is_used(case: Case, fan_out: bool
                 assert case.link(copy) is LinkKind.CROSS_NODE
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_an_expert_crosses_to_a_node_once_and_only_when_nobody_there_holds_it(case: Case) -> None:
     """One expert to N places was seen to cost N sends (vllm-ascend#2820, #2952)."""
@@ -178,6 +181,7 @@ def naive(case: Case, copies: list[Copy]) -> list[Copy]:
     return made
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans())
 def test_what_the_busiest_sends_is_never_more_than_from_the_first_source_that_comes(case: Case, fan_out: bool) -> None:
     for chunk in case.chunks(fan_out=fan_out):
@@ -190,6 +194,7 @@ def test_what_the_busiest_sends_is_never_more_than_from_the_first_source_that_co
             assert sent_by(case, planned, servers=nics, link=across) <= sent_by(case, simple, servers=nics, link=across)
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(distinct=True))
 def test_moves_are_priced_by_the_bytes_that_the_copies_carry(case: Case) -> None:
     for fan_out in (False, True):
@@ -208,6 +213,7 @@ def test_moves_are_priced_by_the_bytes_that_the_copies_carry(case: Case) -> None
         assert priced.bytes_into_busiest_nic == (max(into_nic) if case.where.nics is not None else 0)
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans())
 def test_traffic_of_a_chunk_is_that_of_its_copies_one_by_one(case: Case, fan_out: bool) -> None:
     for chunk in case.chunks(fan_out=fan_out):
@@ -231,6 +237,7 @@ def test_traffic_of_a_chunk_is_that_of_its_copies_one_by_one(case: Case, fan_out
         )
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans())
 def test_ranks_that_send_at_the_allowed_rate_are_done_within_the_bytes_in_a_row(case: Case, fan_out: bool) -> None:
     """Walk of all ranks: each sends from its slots in order, then passes on what has arrived; a byte takes a second."""
@@ -246,6 +253,7 @@ def test_ranks_that_send_at_the_allowed_rate_are_done_within_the_bytes_in_a_row(
         assert max(left_at.values(), default=0) <= chunk.traffic.bytes_in_a_row
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_an_expert_that_a_rank_gets_twice_crosses_once_too(case: Case) -> None:
     crossed = sum(case.link(copy) is LinkKind.CROSS_NODE for chunk in case.chunks(fan_out=True) for copy in chunk.copies)
@@ -253,6 +261,7 @@ def test_an_expert_that_a_rank_gets_twice_crosses_once_too(case: Case) -> None:
     assert priced.bytes_by_link[LinkKind.CROSS_NODE] == SIZE * crossed
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(), st.booleans(), st.integers(0, 3))
 def test_chunks_stage_within_the_budget_what_is_passed_on_too(case: Case, fan_out: bool, more: int) -> None:
     slots = [rank for _, rank, _, _ in case.wanted()]
@@ -267,6 +276,7 @@ def test_chunks_stage_within_the_budget_what_is_passed_on_too(case: Case, fan_ou
     assert staged == SIZE * len(slots)
 
 
+@settings(max_examples=40, deadline=None)
 @given(cases(distinct=True), st.booleans())
 def test_every_rank_takes_the_chunks(case: Case, fan_out: bool) -> None:
     """Both ends follow one list, which each rank checks in full before a byte moves (pytorch#174288)."""

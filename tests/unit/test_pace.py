@@ -48,7 +48,7 @@ class Machine:
 EXPERTS = st.lists(st.tuples(st.integers(1, 1000), st.floats(0.0, 5.0)), min_size=1, max_size=12)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(EXPERTS, st.floats(1.0, 1e4))
 def test_the_rate_holds_over_every_stretch_of_time(experts: list[tuple[int, float]], rate: float) -> None:
     left = Machine(Throttle(bytes_per_s=rate)).send(experts)
@@ -59,7 +59,7 @@ def test_the_rate_holds_over_every_stretch_of_time(experts: list[tuple[int, floa
             assert sent <= rate * (left[last] - since) * (1 + ROUNDING)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(EXPERTS, st.floats(1.0, 1e4))
 def test_a_link_that_is_slower_than_the_rate_is_not_held_back_twice(experts: list[tuple[int, float]], rate: float) -> None:
     machine = Machine(Throttle(bytes_per_s=rate))
@@ -68,7 +68,7 @@ def test_a_link_that_is_slower_than_the_rate_is_not_held_back_twice(experts: lis
     assert machine.now <= (slower + max(seconds for _, seconds in experts)) * (1 + ROUNDING)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(EXPERTS, st.floats(0.01, 1.0))
 def test_no_more_of_its_time_is_spent_than_its_share(experts: list[tuple[int, float]], share: float) -> None:
     machine = Machine(Throttle(time_share=share))
@@ -77,7 +77,7 @@ def test_no_more_of_its_time_is_spent_than_its_share(experts: list[tuple[int, fl
     assert busy == pytest.approx(share * left[-1], rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(EXPERTS, st.floats(1.0, 1e4), st.floats(0.01, 1.0))
 def test_what_the_throttle_says_it_takes_is_never_exceeded(experts: list[tuple[int, float]], rate: float, share: float) -> None:
     throttle = Throttle(bytes_per_s=rate, time_share=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eplb_service.rollout.spreading import Request, spread
@@ -28,6 +28,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Request], list[int]]:
     return requests, draw(st.lists(st.integers(0, 7), min_size=num_servers, max_size=num_servers))
 
 
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_requests_of_one_size_are_spread_as_evenly_as_possible(case: tuple[list[Request], list[int]]) -> None:
     requests, served = case
@@ -38,6 +39,7 @@ def test_requests_of_one_size_are_spread_as_evenly_as_possible(case: tuple[list[
     assert chosen == spread(requests, served)
 
 
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.builds(Request, st.integers(1, 9), choices(4)), min_size=1, max_size=12))
 def test_requests_of_any_size_leave_the_busiest_when_one_step_helps(requests: list[Request]) -> None:
     chosen = spread(requests, [0, 0, 0, 0])
