@@ -50,7 +50,7 @@ imports: $(STAMP)  ## which package may import which
 
 unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
 ifeq ($(strip $(PYTEST)),)
-	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit tests/contract tests/sim
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit tests/contract tests/sim tests/scenarios tests/model
 	@$(BIN)/python -m pytest -m "not long" tests/integration tests/gpu  # fleets of processes want the cores for themselves
 else
 	@$(BIN)/python -m pytest $(PYTEST)
