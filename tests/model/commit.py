@@ -28,6 +28,7 @@ from eplb_service.control import (
     Armed,
     Disarm,
     Disarmed,
+    Flipped,
     FromRank,
     Hello,
     LinkBytes,
@@ -476,6 +477,7 @@ def _machine_key(machine: ChunkMachine) -> Hashable:
         ledger.address,
         machine.state,
         machine.open_id,
+        tuple(change.new_digest for change in machine._open.layers) if machine._open else (),
         machine._withdrawn,
         machine._doomed[0] if machine._doomed else None,
         machine._hello.epoch if machine._hello else 0,
@@ -493,7 +495,7 @@ def _part_key(part: Part) -> Hashable:
     if isinstance(part, LiveReplies):
         return part._epoch, part.state, tuple(sorted((rank, live.digest) for rank, live in part._replies.items()))
     told = [frozenset(ranks) for ranks in (part._staged, part._committed, part._disarmed, part._flipped)]
-    digests = tuple(change.old_digest for change in part.plan.layers)
+    digests = tuple(change.new_digest for change in part.plan.layers)
     return part.chunk_id, digests, part.state, *told, type(part.outcome)
 
 
@@ -505,7 +507,9 @@ def _message_key(message: ToRank | FromRank) -> Hashable:
         return Live, message.sender.rank_id, message.epoch, seen, rows
     who = message.to.rank_id if isinstance(message, Hello | Stage | Arm | Disarm) else message.sender.rank_id
     chunk, is_stale = getattr(message, "chunk_id", 0), getattr(message, "code", "") is RefusalCode.STALE_EPOCH
-    rows = tuple(change.old_digest for change in message.layers) if isinstance(message, Stage) else ()
+    rows = tuple(change.new_digest for change in message.layers) if isinstance(message, Stage) else ()
+    if isinstance(message, Flipped):
+        rows = tuple(digest for _, digest in message.digests)
     return type(message), who, chunk, getattr(message, "epoch", 0), is_stale, rows
 
 

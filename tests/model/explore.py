@@ -29,7 +29,7 @@ class Explored(Generic[S]):
 
     def __str__(self) -> str:
         word = "complete" if self.is_complete else "cut off"
-        return f"{self.states} states, {self.transitions} transitions, {word}, {self.seconds:.1f} s"
+        return f"{self.states} states, {self.transitions} transitions, {word}, {self.seconds:.1f} s of CPU"
 
 
 def explore(
@@ -43,7 +43,7 @@ def explore(
 
     describe: a name for what is seen in a state, counted; empty = nothing.
     """
-    began_s = time.monotonic()
+    began_s = time.process_time()
     parents: dict[S, tuple[S, str] | None] = {start: None}
     queue: deque[S] = deque([start])
     transitions = 0
@@ -62,7 +62,7 @@ def explore(
         seen = describe(state)
         if seen:
             ends[seen] = ends.get(seen, 0) + 1
-    return Explored(len(parents), transitions, time.monotonic() - began_s, not queue, ends)
+    return Explored(len(parents), transitions, time.process_time() - began_s, not queue, ends)
 
 
 def _way(parents: dict[S, tuple[S, str] | None], key: S) -> list[str]:

@@ -33,10 +33,10 @@ class Incident:
         FAULTS[self.kind](run, run.world.chance(f"incident {self.index}"))
 
 
-def incidents_of(chance: random.Random) -> list[Incident]:
-    """Those of one run."""
-    kinds = sorted(FAULTS)
-    number = chance.randint(0, INCIDENTS_MAX)
+def incidents_of(chance: random.Random, only: tuple[str, ...]) -> list[Incident]:
+    """Those of one run. only: of these kinds, and not few; empty = of any."""
+    kinds = sorted(only or FAULTS)
+    number = INCIDENTS_MAX if only else chance.randint(0, INCIDENTS_MAX)
     return [Incident(index, chance.uniform(0.5, FAULTS_S), chance.choice(kinds)) for index in range(number)]
 
 

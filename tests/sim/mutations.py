@@ -39,10 +39,14 @@ Patches = Sequence[tuple[object, str, object]]
 
 @dataclass(frozen=True)
 class Mutation:
-    """One rule, switched off. rule: what is lost. patches: (owner, attribute, replacement)."""
+    """One rule, switched off. rule: what is lost. patches: (owner, attribute, replacement).
+
+    kinds: faults that a search looks at; empty = all, as in any run.
+    """
 
     rule: str
     patches: Callable[[], Patches]
+    kinds: tuple[str, ...] = ()
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -76,7 +80,7 @@ def search(mutation: Mutation, seeds: range) -> Found | None:
     """The first seed that fails, by a violation and not by an error of what took the rule's place."""
     with mutation.patched():
         for seed in seeds:
-            violation = failure_of(Run(seed))
+            violation = failure_of(Run(seed, kinds=mutation.kinds))
             if violation is not None and violation.__cause__ is None:
                 return Found(seed, str(violation).partition("\n")[0][:160])
     return None
@@ -288,22 +292,42 @@ MUTATIONS: dict[str, Mutation] = {
     "unknown is no": Mutation("a rank that cannot know how its vote ended runs no further step", _unknown_is_no),
     "flip when known": Mutation("a passed chunk flips at the boundary of the next vote", _flip_when_known),
     "disarmed during a vote": Mutation("Disarmed is said only after a vote already cast is resolved", _disarmed_during_vote),
-    "no tombstone": Mutation("a closed id is never staged or armed again", _no_tombstone),
-    "obeys older epochs": Mutation("a chunk of an epoch below the highest seen is refused", _obeys_older_epochs),
+    "no tombstone": Mutation(
+        "a closed id is never staged or armed again", _no_tombstone, ("planners cut off", "streams broken")
+    ),
+    "obeys older epochs": Mutation(
+        "a chunk of an epoch below the highest seen is refused", _obeys_older_epochs, ("take-overs",)
+    ),
     "replies with an open chunk": Mutation("Hello is answered only while no chunk is open", _replies_with_an_open_chunk),
-    "messages of another life": Mutation("what is addressed to another life or group is dropped", _message_of_another_life),
-    "busy is ignored": Mutation("one open chunk on a rank", _busy_is_ignored),
-    "staging is not quiesced": Mutation("staging is used again only after a cancelled copy ended", _staging_is_not_quiesced),
-    "old rows are not compared": Mutation("a chunk starts from the row that the rank routes by", _old_rows_are_not_compared),
+    "messages of another life": Mutation(
+        "what is addressed to another life or group is dropped", _message_of_another_life, ("rank crashes",)
+    ),
+    "busy is ignored": Mutation("one open chunk on a rank", _busy_is_ignored, ("streams broken", "take-overs")),
+    "staging is not quiesced": Mutation(
+        "staging is used again only after a cancelled copy ended",
+        _staging_is_not_quiesced,
+        ("planners killed", "reloads", "take-overs"),
+    ),
+    "old rows are not compared": Mutation(
+        "a chunk starts from the row that the rank routes by", _old_rows_are_not_compared, ("stores lost", "take-overs")
+    ),
     "weights may change": Mutation("a new weights version closes what is staged or armed", _weights_may_change),
     "no checksums": Mutation("what was copied is compared with what was sent", _no_checksums),
     "one flip for all": Mutation("a chunk is done when every rank said Flipped", _one_flip_for_all),
     "silence is a withdrawal": Mutation("a chunk is given up only with a proof that it never flips", _silence_is_a_withdrawal),
-    "first reply counts": Mutation("the live map is what all ranks reply", _first_reply_counts),
-    "answers of another group": Mutation("the planner drops what another life or group says", _answers_of_another_group),
+    "first reply counts": Mutation(
+        "the live map is what all ranks reply", _first_reply_counts, ("planners killed", "take-overs")
+    ),
+    "answers of another group": Mutation(
+        "the planner drops what another life or group says", _answers_of_another_group, ("rank crashes", "streams broken")
+    ),
     "sends before the store has it": Mutation("persist before send", _sends_before_the_store_has_it),
     "numbers of the store alone": Mutation("the next generation is 1 + max(store, all ranks)", _numbers_of_the_store_alone),
-    "all leaders count from one": Mutation("chunk ids begin at random within an epoch", _all_leaders_count_from_one),
-    "publishing overwrites": Mutation("a generation is published only where there is none", _publishing_overwrites),
+    "all leaders count from one": Mutation(
+        "chunk ids begin at random within an epoch", _all_leaders_count_from_one, ("stores lost", "take-overs")
+    ),
+    "publishing overwrites": Mutation(
+        "a generation is published only where there is none", _publishing_overwrites, ("stores lost", "take-overs")
+    ),
 }
 """By name; docs/consistency.md lists them."""

@@ -21,15 +21,17 @@ class Network(Protocol):
 class FaultyNetwork:
     """A network of one seed. Every message has its own fate and delay, so any two may change places.
 
-    faulty_s: from when until when it loses, repeats and delays; delays of up to 60 ms are always there.
+    faulty_s: from when until when it loses, repeats and delays; delays of up to 60 ms are always there. storm: it repeats most.
     """
 
-    def __init__(self, world: World, faulty_s: tuple[float, float]) -> None:
+    def __init__(self, world: World, faulty_s: tuple[float, float], *, storm: bool = False) -> None:
         self._world, self._faulty_s = world, faulty_s
         self._chance = chance = world.chance("network")
         self.drop_share = chance.choice([0.0, 0.02, 0.1, 0.25])
         self.repeat_share = chance.choice([0.0, 0.05, 0.3])
         self.slow_share = chance.choice([0.0, 0.05, 0.2])
+        if storm:
+            self.drop_share, self.repeat_share, self.slow_share = 0.1, 0.7, 0.1
         self._cut_until_s: dict[frozenset[str], float] = {}
 
     def send(self, source: str, target: str, message: object, deliver: Callable[[], None]) -> None:

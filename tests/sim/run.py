@@ -26,10 +26,16 @@ class Run:
     """A deployment, its planners and its faults, all of one seed.
 
     without: incidents left out. faulty_s: from when until when the network is faulty. Both only to make a failure smaller.
+    kinds: a search for what one rule prevents: incidents of these kinds alone, many of them, and a network that repeats most.
     """
 
     def __init__(
-        self, seed: int, *, without: frozenset[int] = frozenset(), faulty_s: tuple[float, float] = (0.0, FAULTS_S)
+        self,
+        seed: int,
+        *,
+        without: frozenset[int] = frozenset(),
+        faulty_s: tuple[float, float] = (0.0, FAULTS_S),
+        kinds: tuple[str, ...] = (),
     ) -> None:
         self.seed, self.without, self.faulty_s = seed, without, faulty_s
         self.world = World(seed)
@@ -37,7 +43,7 @@ class Run:
         self.checkers = Checkers(self.world)
         self.world.after_event = self.checkers.settle
         self.shape = Shape.drawn(chance, is_weighted=seed % 2 == 1)
-        self.network = FaultyNetwork(self.world, faulty_s)
+        self.network = FaultyNetwork(self.world, faulty_s, storm=bool(kinds))
         self.store = SimStore(self.world)
         pace = Pace(chance.choice([0.12, 0.25]), self.world.chance("steps"))
         copies = CopyFaults(self.world.chance("copies"))
@@ -55,7 +61,7 @@ class Run:
         self.world.counts["through agent processes"] += through_agents
         self._boots = self.world.chance("boots")
         self.new_planner()
-        self.incidents = incidents_of(self.world.chance("incidents"))
+        self.incidents = incidents_of(self.world.chance("incidents"), kinds)
         for incident in self.incidents:
             if incident.index not in without:
                 self.world.after(incident.at_s, lambda incident=incident: self._happen(incident))  # type: ignore[misc]

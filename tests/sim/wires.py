@@ -41,6 +41,8 @@ from tests.sim.network import Network
 from tests.sim.planner import PlannerProcess
 from tests.sim.world import Clock, World
 
+DRAIN_S = 3.0
+
 
 class StraightWires:
     """Every planner hears every rank and reaches it."""
@@ -169,6 +171,7 @@ class AgentWires:
         self._speaks: dict[tuple[PlannerProcess, RankId], Stream] = {}
         for position in range(engine.shape.num_nodes):
             self.start_agent(engine.shape.node_of(position))
+        world.after(DRAIN_S, self._drain)
 
     # ── agent processes and their links ──────────────────────────────────────────────────────────────────────────────────
 
@@ -352,6 +355,15 @@ class AgentWires:
             for stream in list(agent.streams.values()):
                 if stream.is_open and stream.planner is not planner:
                     self.world.after(2.0 * self.chance.random(), partial(self.end_stream, stream, "the name leads elsewhere"))
+
+    def _drain(self) -> None:
+        """What gives planners their name ends streams to one that does not lead while another does."""
+        if any(planner.rollout is not None for planner in self.planners):
+            for agent in self.agents.values():
+                for stream in list(agent.streams.values()):
+                    if stream.planner.rollout is None:
+                        self.end_stream(stream, "it does not lead")
+        self.world.after(DRAIN_S, self._drain)
 
     def planner_ended(self, planner: PlannerProcess) -> None:
         """Its streams end."""
