@@ -111,7 +111,7 @@ def test_nobody_asks_without_load_and_an_engines_profile_at_start_is_such_a_call
     ],
 )
 def test_ranks_that_differ_all_keep_and_say_in_what(rank: int, other: Call, said: str) -> None:
-    """vllm-ascend#10486, sglang#18213: nobody moves by a map that a peer does not have."""
+    """vllm-ascend#10486, sglang#18213, sglang#6081: nobody moves by a map or a number of experts that a peer has not."""
     decisions, groups = decided({rank: other})
     assert {decision.outcome for decision in decisions} == {Outcome.DISAGREED}
     assert len({decision.reason for decision in decisions}) == 1
