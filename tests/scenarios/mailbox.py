@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from eplb_service.control import Address, FromRank, Pulse, ToRank
-from tests.sim.engine import Engine, Rank
+from tests.sim.engine import Engine
+from tests.sim.rank import Rank
 
 if TYPE_CHECKING:
     from tests.sim.planner import PlannerProcess

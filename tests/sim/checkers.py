@@ -18,7 +18,8 @@ from tests.sim.model import weights_of
 from tests.sim.world import World
 
 if TYPE_CHECKING:
-    from tests.sim.engine import Engine, Rank
+    from tests.sim.engine import Engine
+from tests.sim.rank import Rank
 
 _CLOSES_NOTHING = (Code.BUSY, Code.STALE_EPOCH, Code.CLOSED)
 

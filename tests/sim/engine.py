@@ -6,81 +6,23 @@ not follow the map are seen as what they are. Votes are read by the hook's own `
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from agent.hook import ballot
 from agent.hook import chunk_events as hook
 from agent.hook.chunk import ChunkMachine
 from eplb_service.control import Address, FromRank, LiveLayer, Pulse, Registration, Stage, ToRank
-from eplb_service.generation import LiveMap, as_loaded, live_digest
-from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, LayerRef
+from eplb_service.generation import LiveMap, as_loaded
+from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation
 from tests.sim.checkers import Checkers
-from tests.sim.model import LAYERS, Shape, weights_of
+from tests.sim.model import Shape, weights_of
+from tests.sim.rank import Pace, Rank, Wires
 from tests.sim.staging import CopyFaults, StagingWorker
 from tests.sim.world import Clock, World
 
 VOTE_TIMEOUT_S = 2.0
 PULSE_S = 0.5
-
-
-class Wires(Protocol):
-    """Where ranks' messages go."""
-
-    def say(self, rank: Rank, message: FromRank) -> None:
-        """A rank's hook sends this."""
-
-    def formed(self) -> None:
-        """A new life of the engine began."""
-
-    def gone(self, address: Address) -> None:
-        """A rank's process ended."""
-
-
-@dataclass(slots=True, eq=False)
-class Rank:
-    """One rank: its machine, and what its device really holds and routes by.
-
-    cast: boundary and id of a vote whose outcome it does not know. is_cut_off: that vote will not be told to it any more.
-    ready: its step is through and it may pass the next boundary. backlog: what arrived while its process was stopped.
-    """
-
-    position: int
-    address: Address
-    machine: ChunkMachine
-    clock: Clock
-    slots: dict[LayerRef, list[int]]
-    routed: dict[LayerRef, LiveLayer]
-    boundary: int = -1
-    is_ready: bool = True
-    is_dead: bool = False
-    is_stopped: bool = False
-    is_leaving: bool = False
-    is_voter_off: bool = False
-    is_cut_off: bool = False
-    weights_version: int = 1
-    cast: tuple[int, int] | None = None
-    backlog: list[hook.Event] = field(default_factory=list)
-    digest: int = 0
-    worker: StagingWorker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.map_changed()
-
-    def map_changed(self) -> None:
-        """The tables were written."""
-        self.digest = live_digest({layer: live.digest for layer, live in self.routed.items()})
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How an engine steps by itself. step_s: mean time of a step. None in `Engine`: a script steps it."""
-
-    step_s: float
-    chance: random.Random
 
 
 class Engine:
@@ -458,8 +400,3 @@ class Engine:
                 weights_version=rank.machine.ledger.weights_version,
             ),
         )
-
-
-def layers_of(rank: Rank) -> tuple[LiveLayer, ...]:
-    """What a rank routes by, in order."""
-    return tuple(rank.routed[layer] for layer in LAYERS)

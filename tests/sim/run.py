@@ -8,11 +8,12 @@ from agent.hook.chunk_events import ChunkState
 from eplb_service.generation import LiveMap, as_loaded
 from eplb_service.rollout.events import Outcome, RolloutState
 from tests.sim.checkers import Checkers
-from tests.sim.engine import Engine, Pace, layers_of
+from tests.sim.engine import Engine
 from tests.sim.faults import FAULTS_S, Incident, incidents_of
 from tests.sim.model import Shape
 from tests.sim.network import FaultyNetwork
 from tests.sim.planner import PlannerProcess
+from tests.sim.rank import Pace, layers_of
 from tests.sim.staging import CopyFaults
 from tests.sim.store import SimStore, StoreClient
 from tests.sim.wires import AgentWires, StraightWires

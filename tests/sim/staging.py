@@ -12,7 +12,8 @@ from eplb_service.ids import ChunkId, LayerRef, RankId
 from tests.sim.model import GARBAGE, weights_of
 
 if TYPE_CHECKING:
-    from tests.sim.engine import Engine, Rank
+    from tests.sim.engine import Engine
+from tests.sim.rank import Rank
 
 
 @dataclass

@@ -36,9 +36,10 @@ from eplb_service.attach import Attach, FromAgent, Gone
 from eplb_service.control import Address, FromRank, ToRank
 from eplb_service.errors import EplbError
 from eplb_service.ids import RankId
-from tests.sim.engine import Engine, Rank
+from tests.sim.engine import Engine
 from tests.sim.network import Network
 from tests.sim.planner import PlannerProcess
+from tests.sim.rank import Rank
 from tests.sim.world import Clock, World
 
 DRAIN_S = 3.0
