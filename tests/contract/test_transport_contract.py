@@ -9,7 +9,7 @@ import pytest
 from agent.transfer.mesh import GlooMesh
 from agent.transfer.transport import TransferError
 from eplb_service.control import Copy, LinkBytes, RefusalCode
-from tests.contract.transport_ranks import RANK_IDS, SLOTS, Group, Kind, by_gloo, by_nixl, by_reading, copy
+from tests.contract.transport_ranks import RANK_IDS, SLOTS, Group, Kind, by_backup, by_gloo, by_nixl, by_reading, copy
 from tests.mixed_experts import BF16, FP8, INT4, LAYERS
 
 KINDS = {
@@ -18,13 +18,18 @@ KINDS = {
     "reads within nodes, gloo across": Kind(by_reading, ("a", "b", "b")),
     "nixl": Kind(by_nixl, ("a", "b", "c")),
 }
+BACKUP = "backup"
 
 
-@pytest.fixture(params=list(KINDS), scope="module")
-def group(request: pytest.FixtureRequest) -> Iterator[Group]:
+@pytest.fixture(params=[*KINDS, BACKUP], scope="module")
+def group(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Group]:
     if request.param == "nixl":
         pytest.importorskip("nixl._api", reason="the nixl package is not here")
-    made = Group.make(KINDS[request.param])
+    if request.param == BACKUP:
+        kind = Kind(by_backup(tmp_path_factory.mktemp("checkpoint")), ("a", "a", "b"), asks_backup=True)
+    else:
+        kind = KINDS[request.param]
+    made = Group.make(kind)
     yield made
     made.close()
 
@@ -83,41 +88,38 @@ def failures(group: Group, copies: Sequence[Copy], meshes: list[GlooMesh], **opt
 
 @pytest.mark.parametrize("target", [0, 1, 2])
 def test_bytes_that_are_not_those_that_were_loaded_are_refused_sglang_17158(group: Group, target: int) -> None:
-    source = group.ranks[0].rank
-    raw = source.tensors[FP8]["alpha"].data
-    before = raw[1].clone()
-    raw[1] += 0.5
-    try:
-        said = failures(group, [copy(FP8, (0, 0), (target, 0)), copy(FP8, (0, 1), (target, 1))], group.connect())
-    finally:
-        raw[1] = before
+    meshes = group.connect()
+    with group.spoiled(FP8, 0, 1):
+        said = failures(group, [copy(FP8, (0, 0), (target, 0)), copy(FP8, (0, 1), (target, 1))], meshes)
     assert list(said) == [target]
-    assert said[target].startswith(f"{RefusalCode.CHECKSUM}: expert 1 of {FP8} from rank 10 slot 1: checksum 0x")
+    source = "a backup" if group.kind.asks_backup else "rank 10 slot 1"
+    assert said[target].startswith(f"{RefusalCode.CHECKSUM}: expert 1 of {FP8} from {source}: checksum 0x")
 
 
 def test_bytes_that_spoil_on_the_way_are_refused_by_whom_they_are_passed_on_to_as_well(group: Group) -> None:
-    """The checksum travels from the live slot: a rank that passes on does not vouch for what it got."""
-    raw = group.ranks[2].rank.tensors[BF16]["weight"].data
-    before = raw[0].clone()
-    raw[0] += 1
-    try:
-        said = failures(group, [copy(BF16, (2, 0), (0, 1)), copy(BF16, (0, 1), (1, 1), relay_of=0, expert=4)], group.connect())
-    finally:
-        raw[0] = before
+    """The checksum travels from the first source: a rank that passes on does not vouch for what it got."""
+    meshes = group.connect()
+    with group.spoiled(BF16, 2, 0):
+        said = failures(group, [copy(BF16, (2, 0), (0, 1)), copy(BF16, (0, 1), (1, 1), relay_of=0, expert=4)], meshes)
     assert sorted(said) == [0, 1]
     assert all(words.startswith(RefusalCode.CHECKSUM) for words in said.values())
 
 
 def test_a_peer_that_is_away_ends_the_chunk_at_its_deadline_and_is_named(group: Group) -> None:
-    target = 1
-    said = failures(group, [copy(INT4, (0, 1), (target, 0))], group.connect(), timeout_s=0.15, only=[target])
-    assert said[target].startswith(f"{RefusalCode.TRANSFER}: rank 10 sent no expert 1 of {INT4}")
+    """A backup needs no peer: there it is who passes on that is away."""
+    firsts = [copy(INT4, (0, 1), (0, 0))] if group.kind.asks_backup else []
+    away = copy(INT4, (0, 0 if firsts else 1), (1, 0), relay_of=len(firsts) - 1, expert=1)
+    said = failures(group, [*firsts, away], group.connect(), timeout_s=0.15, only=[1])
+    assert said[1].startswith(f"{RefusalCode.TRANSFER}: rank 10 sent no expert 1 of {INT4}")
 
 
 def test_a_chunk_that_is_withdrawn_ends_at_once_and_leaves_staging_to_the_next_vllm_32881(
     group: Group, good: list[GlooMesh]
 ) -> None:
     meshes = group.connect()
+    if group.kind.asks_backup:  # which waits for nobody
+        for mesh in meshes:
+            mesh.abandon()
     waiting = group.begin(EVERYWHERE, meshes, timeout_s=60, only=[1, 2])  # rank 0 never comes
     for mesh in meshes:
         mesh.abandon()
@@ -130,7 +132,7 @@ def test_a_chunk_that_is_withdrawn_ends_at_once_and_leaves_staging_to_the_next_v
 def test_copies_are_counted_by_the_link_that_they_take(group: Group, good: list[GlooMesh]) -> None:
     nodes = group.ranks[0].rank.nodes
     received = group.stage([copy(BF16, (column, 0), (target, 1)) for column in range(3) for target in (0, 2)], good)
-    size = group.ranks[0].rank.layouts[BF16].expert_bytes
+    size = 0 if group.kind.asks_backup else group.ranks[0].rank.layouts[BF16].expert_bytes  # a backup is no link
     assert received[1] == LinkBytes()
     for target in (0, 2):
         near = sum(node == nodes[target] for node in nodes) - 1

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from agent.engine.port import SlotTensor
 from agent.hook.manifest import settled
+from agent.transfer.backup import BackupRead, HostBackup
+from agent.transfer.checkpoint import Checkpoint, files_of
 from agent.transfer.checksum import slot_checksums
 from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, local_store
@@ -23,12 +27,13 @@ from agent.transfer.mesh import GlooMesh
 from agent.transfer.nixl_read import NixlRead, make_agent, meet_agents
 from agent.transfer.peer_memory import meet_neighbours
 from agent.transfer.peer_read import PeerRead
-from agent.transfer.staging import ExpertLayout, Staging
+from agent.transfer.staging import ExpertLayout, Staging, stored
 from agent.transfer.streams import HostStreams, Streams
 from agent.transfer.transport import LocalRank, StagedCopy, Transport
-from eplb_service.control import NO_THROTTLE, Address, Copy, LinkBytes, Stage, Throttle
+from eplb_service.control import NO_RANK, NO_THROTTLE, Address, Copy, LinkBytes, Stage, Throttle
 from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, LayerRef, RankId
-from tests.mixed_experts import LAYERS, slot_tensors, wrong
+from tests.mixed_checkpoint import finish, parts_of, save
+from tests.mixed_experts import BF16, FP8, LAYERS, slot_tensors, wrong
 
 SLOTS = 2
 RANK_IDS = (RankId(10), RankId(20), RankId(30))
@@ -82,10 +87,17 @@ class Rank:
 
 @dataclass(frozen=True)
 class Kind:
-    """What transports the ranks have, and on which nodes they are."""
+    """What transports the ranks have, and on which nodes they are. asks_backup: nobody gives what is not a relay."""
 
     transports: Callable[[LocalRank, Staging, Streams, Store], Sequence[Transport]]
     nodes: tuple[str, ...]
+    asks_backup: bool = False
+
+    def asked(self, copies: Sequence[Copy]) -> list[Copy]:
+        """The copies as they are asked for."""
+        if not self.asks_backup:
+            return list(copies)
+        return [copy if copy.is_relay else replace(copy, source_rank=NO_RANK, source_slot=0) for copy in copies]
 
 
 def by_gloo(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
@@ -110,6 +122,31 @@ def by_nixl(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -
     return local, NixlRead(rank, reachable, agent, streams), gloo
 
 
+BACKUP = HostBackup(1 << 20)
+"""Of bf16 and fp8 experts; those of int4 are read from the checkpoint."""
+
+
+def by_backup(folder: Path) -> Callable[[LocalRank, Staging, Streams, Store], Sequence[Transport]]:
+    """From host memory and from a checkpoint in a folder."""
+    num_experts = SLOTS * len(RANK_IDS)
+    save(folder, num_experts)
+    layouts = {layer: ExpertLayout.of(layer, settled(slot_tensors(layer, (0, 1)))) for layer in LAYERS}
+    wanted = [(layer, expert) for layer in (BF16, FP8) for expert in range(num_experts)]
+    assert BACKUP.fill(Checkpoint(files_of(folder), parts_of, finish), wanted, layouts) == len(wanted)
+
+    def transports(rank: LocalRank, staging: Staging, streams: Streams, store: Store) -> Sequence[Transport]:
+        checkpoint = Checkpoint(files_of(folder), parts_of, finish)
+        scratch = torch.zeros(max(layout.num_bytes for layout in rank.layouts.values()), dtype=torch.uint8)
+        experts = range(num_experts)
+        known = {
+            layer: dict(enumerate(slot_checksums(layout, settled(slot_tensors(layer, experts)), num_experts, scratch)))
+            for layer, layout in rank.layouts.items()
+        }
+        return BackupRead((BACKUP, checkpoint), known, rank.layouts), *by_gloo(rank, staging, streams, store)
+
+    return transports
+
+
 def in_shared_memory(tensors: Mapping[str, SlotTensor]) -> dict[str, SlotTensor]:
     """The same, stored in memory that others can read, strides and offsets kept."""
     made = {}
@@ -130,13 +167,26 @@ class Group:
     ranks: list[Rank]
     store: Store
     pool: ThreadPoolExecutor
+    kind: Kind
 
     @classmethod
     def make(cls, kind: Kind) -> Group:
         """Ranks of a kind, which find one another."""
         store, pool = local_store(), ThreadPoolExecutor(8)
         making = [pool.submit(Rank.make, column, kind, store) for column in range(len(RANK_IDS))]
-        return cls([rank.result(WAIT_S) for rank in making], store, pool)
+        return cls([rank.result(WAIT_S) for rank in making], store, pool, kind)
+
+    @contextmanager
+    def spoiled(self, layer: LayerRef, column: int, slot: int) -> Iterator[None]:
+        """While this lasts, what this slot's expert comes from is not what was loaded."""
+        expert, experts = column * SLOTS + slot, BACKUP._experts
+        raw = experts[layer, expert] if self.kind.asks_backup else stored(_first(self.ranks[column].rank, layer))[slot]
+        before = raw.clone()
+        raw += 1
+        try:
+            yield
+        finally:
+            raw.copy_(before)
 
     def connect(self) -> list[GlooMesh]:
         """New connections, of all ranks."""
@@ -165,7 +215,7 @@ class Group:
             rank = self.ranks[column]
             rank.staging.clear()
             try:
-                return rank.transfer.run(stage(copies, throttle), meshes[column], deadline)
+                return rank.transfer.run(stage(self.kind.asked(copies), throttle), meshes[column], deadline)
             except BaseException:
                 meshes[column].abandon()
                 rank.transfer.quiesce()
@@ -212,3 +262,7 @@ def copy(layer: LayerRef, source: tuple[int, int], target: tuple[int, int], *, r
         target_slot=target[1],
         relay_of=relay_of,
     )
+
+
+def _first(rank: LocalRank, layer: LayerRef) -> torch.Tensor:
+    return rank.tensors[layer][rank.layouts[layer].tensors[0].name].data

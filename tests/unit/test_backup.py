@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from agent.hook.chunk_events import StagingDone, StagingFailed
 from agent.hook.manifest import settled
@@ -23,47 +22,16 @@ from eplb_service.errors import InvalidInputError
 from eplb_service.ids import GenerationNumber, LayerRef
 from eplb_service.placement import row_digest
 from eplb_service.rpc.convert_control import to_rank_from_pb, to_rank_to_pb
-from tests.mixed_experts import BF16, FP8, INT4, LAYERS, expert_values, slot_tensors, wrong
+from tests.mixed_checkpoint import finish, parts_of, save
+from tests.mixed_experts import BF16, FP8, INT4, LAYERS, slot_tensors, wrong
 from tests.unit.hook_stager_parts import HERE, RANKS, Rank, stage_of, started
 
 NUM_EXPERTS = 4
 
 
-def parts_of(layer: LayerRef, expert: int) -> list[str]:
-    names = {
-        BF16: ("gate_proj.weight", "up_proj.weight"),
-        FP8: ("weight", "weight_scale_inv", "alpha"),
-        INT4: ("qweight", "scales", "qzeros"),
-    }[layer]
-    return [f"model.layers.{layer.layer_id}.experts.{expert}.{name}" for name in names]
-
-
-def finish(layer: LayerRef, _expert: int, parts: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """What the engine does with a checkpoint's tensors: gate and up become one, int4 is turned round."""
-    values = list(parts.values())
-    if layer == BF16:
-        return {"weight": torch.cat(values)}
-    if layer == FP8:
-        return dict(zip(("weight", "weight_scale_inv", "alpha"), values, strict=True))
-    return {"qweight": values[0].T, "scales": values[1], "qzeros": values[2]}
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A checkpoint of the mixed model in two files, with much beside its experts."""
-    files: list[dict[str, torch.Tensor]] = [{}, {"lm_head.weight": torch.zeros(512, 64)}]
-    for layer in LAYERS:
-        for expert in range(NUM_EXPERTS):
-            values = expert_values(layer, expert)
-            if layer == BF16:
-                tensors = [values["weight"][:4].clone(), values["weight"][4:].clone()]
-            elif layer == FP8:
-                tensors = list(values.values())
-            else:
-                tensors = [values["qweight"].T.contiguous(), values["scales"], values["qzeros"]]
-            files[expert % 2].update(zip(parts_of(layer, expert), tensors, strict=True))
-    for number, tensors_of_file in enumerate(files):
-        save_file(tensors_of_file, tmp_path / f"model-{number}.safetensors", metadata={"format": "pt"})
+    save(tmp_path, NUM_EXPERTS)
     return tmp_path
 
 
