@@ -87,7 +87,7 @@ class Windows:
             raise InvalidInputError(f"windows_max and bytes_max must be >= 1; got {self.windows_max} and {self.bytes_max}")
 
     def offer(self, report: LoadReport, expected: Expected) -> Accepted | Refused:
-        """Take a report or say why not. Never raises on a bad report; state changes only when it is taken."""
+        """Take a report or say why not. Never raises on a bad one, which changes nothing unless it is far from all others."""
         answer = self._take(report, expected)
         self.counters["accepted" if isinstance(answer, Accepted) else answer.reason.value] += 1
         return answer

@@ -1,0 +1,37 @@
+"""Which generations go from the store, with their journals, when another is published."""
+
+from __future__ import annotations
+
+import pytest
+
+from eplb_service.ids import DeploymentId
+from eplb_service.planner.documents import Settings
+from eplb_service.planner.ledger import GENERATIONS_STORED, JUMP_MAX, Ledger
+from eplb_service.store.base import NAMES_MAX
+from eplb_service.store.memory import MemoryStore
+from tests.unit.test_rollout import ONE_LAYER, generation
+
+
+def deletes(before: int | None, number: int) -> list[str]:
+    ledger = Ledger(DeploymentId("chat"), MemoryStore(lambda: 0.0), Settings(mode="auto", policy="greedy"))
+    if before is not None:
+        ledger.keep(generation(before, ONE_LAYER))
+    return list(ledger.publish_puts(generation(number, ONE_LAYER), None).deletes)
+
+
+def test_as_many_as_are_published_go_once_the_store_is_full() -> None:
+    assert deletes(None, 1) == []
+    assert deletes(GENERATIONS_STORED - 1, GENERATIONS_STORED) == []
+    assert deletes(GENERATIONS_STORED, GENERATIONS_STORED + 1) == ["generation/1", "events/1"]
+    assert deletes(1003, 1005) == ["generation/4", "events/4", "generation/5", "events/5"]
+
+
+@pytest.mark.parametrize("jump", [JUMP_MAX + 1, 1_000_000])
+def test_numbers_that_jump_do_not_take_the_history_along(jump: int) -> None:
+    """A store that was restored, ranks that saw more: the generations before are still those to go back to."""
+    assert deletes(1500, 1500 + jump) == ["generation/501", "events/501"]
+    assert deletes(50, 50 + jump) == []
+
+
+def test_one_write_never_names_more_than_a_store_takes() -> None:
+    assert len(deletes(5000, 5000 + JUMP_MAX)) == 2 * JUMP_MAX < NAMES_MAX
