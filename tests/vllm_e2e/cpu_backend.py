@@ -77,9 +77,11 @@ def _exchange_over_gloo() -> None:
         if isinstance(given, list):
             return [all_gatherv(self, tensor, dim, sizes) for tensor in given]
         counts = sizes or [len(given)] * self.world_size
-        parts = [given.new_empty((count, *given.shape[1:])) for count in counts]
-        _dist.all_gather(parts, given.contiguous(), group=self.device_group)
-        return torch.cat(parts)
+        own = given.new_zeros((max(counts), *given.shape[1:]))  # gloo wants the same of all
+        own[: len(given)] = given
+        parts = [torch.empty_like(own) for _ in counts]
+        _dist.all_gather(parts, own, group=self.device_group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def reduce_scatterv(self: Any, given: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
         counts = sizes or [len(given) // self.world_size] * self.world_size

@@ -34,9 +34,10 @@ READY_S = 180.0
 ANSWER_S = 30.0
 """Of a question to the planner."""
 SETTINGS = {
-    "mode": "auto", "policy": "greedy", "planning-interval-s": "0", "planning-expert-bytes": str(EXPERT_BYTES),
-    "gate-min-generation-age-s": "0", "cost-seconds-per-step": "0.1", "cost-horizon-steps": "10000", "cost-bytes-per-s": "1e9",
-    "store-owner": "vllm-e2e", "metrics-enabled": "false",
+    "mode": "auto", "policy": "greedy", "planning-interval-s": "0", "planning-windows": "12",
+    "planning-expert-bytes": str(EXPERT_BYTES), "gate-min-generation-age-s": "0", "cost-seconds-per-step": "0.1",
+    "cost-horizon-steps": "10000", "cost-bytes-per-s": "1e9", "store-owner": "vllm-e2e",
+    "metrics-enabled": "false",
 }  # fmt: skip
 
 
