@@ -61,16 +61,13 @@ def drain(
     key = uuid.uuid4().hex if key is None else key
     request = admin_pb2.DrainRequest(deployment=name, rank_ids=ranks, node=node, idempotency_key=key)
     reply = ordered(client, client.admin.Drain, request)
-    drains = list(reply.drains)
-    if output == "table":
-        _print_answer(name, reply)
-    if wait_s is not None:
-        drains = _until_safe(client, name, set(reply.rank_ids), wait_s)
+    drains = list(reply.drains) if wait_s is None else _until_safe(client, name, set(reply.rank_ids), wait_s)
     if output == "json":
         reply.ClearField("drains")
         reply.drains.extend(drains)
         print_json({**to_plain(reply), "idempotency_key": key})
         return
+    _print_answer(name, reply)
     for found in drains:
         print_fact(found.state, found.reason, width=12)
 
@@ -88,14 +85,16 @@ def _until_safe(client: PlannerClient, name: str, ranks: set[int], wait_s: float
     ends_at_s = time.monotonic() + wait_s
     while True:
         reply = client.call(client.admin.Status, admin_pb2.StatusRequest(deployment=name))
-        drains = list(reply.deployments[0].drains)
+        view = reply.deployments[0]
+        drains = list(view.drains)
         waited_for = [found for found in drains if found.rank_id in ranks and found.state not in DONE]
         if not waited_for:
             return drains
         if time.monotonic() >= ends_at_s:
+            state = view.state + (f": {view.reason}" if view.reason else "")
             raise DeadlineError(
-                f"after {seconds_text(wait_s)}: {'; '.join(found.reason for found in waited_for)}; the drain goes on,"
-                f" `eplb status {name}` tells how far it is"
+                f"after {seconds_text(wait_s)}: {'; '.join(found.reason for found in waited_for)} ({name} is {state});"
+                f" the drain goes on, `eplb status {name}` tells how far it is"
             )
         time.sleep(min(LOOK_S, max(0.0, ends_at_s - time.monotonic())))
 

@@ -74,6 +74,11 @@ class Stage:
         for _ in range(2):
             self._loop.call_soon_threadsafe(self.fleet.report, self.fleet.skewed(hot=hot))
 
+    def go_on(self) -> None:
+        """Let chunks flip that were held."""
+        self.fleet.hold_flips = False
+        self._loop.call_soon_threadsafe(self.fleet.vote)
+
     def stop(self) -> None:
         if self._thread.is_alive():
             self.leave(self.fleet)
@@ -266,9 +271,13 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
 
 
 def test_an_operator_drains_a_rank_waits_until_it_may_be_stopped_and_gives_it_back(stage: Stage, chat: Eplb) -> None:
-    del stage
     assert "chat cannot drain ranks 1, 2: the ranks that stay (0, 3) have 2 x 3 = 6 slots" in chat("drain", "1", "2", code=4)
     assert "name at least one rank, or a node with --node; see `eplb drain --help`" in chat("drain", code=2)
+    stage.fleet.hold_flips = True
+    late = chat("drain", "3", "--wait", "0", "--key", "d", code=3)
+    assert "after 0.0 s: rank 3 holds 9 experts over all layers, all of them live elsewhere too: do not stop it yet" in late
+    assert "(chat is rolling_out); the drain goes on, `eplb status chat` tells how far it is" in late
+    stage.go_on()
     said = chat("drain", "3", "--wait", "20", "--key", "d")
     assert said.startswith("chat: generation ")
     assert "[drain]" in said
