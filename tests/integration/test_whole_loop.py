@@ -31,7 +31,10 @@ EXPERTS = 32
 def fleet() -> Iterator[WholeFleet]:
     """Four ranks that have served without planner and agent process, which then appeared."""
     options = {"reconnect_max_s": 0.2, "pulse_period_s": 0.3}
-    with WholeFleet(rank_ids=RANK_IDS, in_flight=2, window_steps=WINDOW_STEPS, hook_options=options) as running:
+    slots = EXPERTS // 3 + 1  # three ranks hold every expert: one can be drained
+    with WholeFleet(
+        rank_ids=RANK_IDS, in_flight=2, window_steps=WINDOW_STEPS, hook_options=options, slots_per_rank=slots
+    ) as running:
         running.serve_tokens(150)
         running.settle()
         running.tokens_before_service = running.serving.tokens
@@ -89,6 +92,37 @@ def test_operator_rebalances_with_the_command_and_tokens_change_placement_at_the
     shown = command("status", "--planner", fleet.address, "--output", "json")
     assert str(number) in json.dumps(shown)
     assert "wrong_generation" not in fleet.status().windows_refused
+
+
+def test_a_drained_rank_serves_on_without_experts_until_it_is_given_back_dynamo_13580(fleet: WholeFleet) -> None:
+    """The engine with a rank whose slots are all empty: it computes nothing for others, and every token is as it was."""
+    rank, position = RANK_IDS[2], 2
+    known = len(fleet.served)
+    answer = command("drain", str(rank), "--planner", fleet.address, "--output", "json")
+    fleet.until(lambda: drain_states(fleet) == ["safe_to_stop"], f"rank {rank} to be empty")
+    fleet.until_over(int(str(answer["generation"])))
+    fleet.settle()
+    before = fleet.serving.inspect()
+    fleet.serve_tokens(150)
+    fleet.settle()
+    after = fleet.serving.inspect()
+    assert len(fleet.served) > known  # each was compared with the oracle
+    slots = len(after[0].layers[0].row) // len(RANK_IDS)
+    own = slice(position * slots, (position + 1) * slots)
+    assert {expert for held in after for layer in held.layers for expert in layer.row[own]} == {-1}
+    for first, last in zip(before, after, strict=True):
+        for layer_before, layer_after in zip(first.layers, last.layers, strict=True):
+            sent = np.array(layer_after.sent) - np.array(layer_before.sent)
+            assert sent.sum() > 0  # the drained rank, too, sends its own tokens
+            assert sent[own].sum() == 0
+    command("undrain", str(rank), "--planner", fleet.address, "--output", "json")
+    assert drain_states(fleet) == []
+
+
+def drain_states(fleet: WholeFleet) -> list[str]:
+    """How far each drained rank is."""
+    status = fleet.status()
+    return [str(one.state) for one in status.drains] if status is not None else []
 
 
 def command(*arguments: str) -> dict[str, object]:

@@ -105,6 +105,7 @@ class WholeFleet:
         window_steps: int = 16,
         hook_options: Mapping[str, Any],
         dispatch: Dispatch = Dispatch.EVEN,
+        slots_per_rank: int = 0,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="eplb-whole-"))
         self._stack = ExitStack()
@@ -126,7 +127,7 @@ class WholeFleet:
         self._loaded_rows: list[tuple[int, ...]] = []
         self._rank_ids, self._window_steps, self._hook_options = rank_ids, window_steps, hook_options
         self._in_flight = in_flight
-        self._dispatch = dispatch
+        self._dispatch, self._slots_per_rank = dispatch, slots_per_rank
 
     def __enter__(self) -> Self:
         compile_kernels()
@@ -180,6 +181,7 @@ class WholeFleet:
             window_steps=self._window_steps,
             staging_bytes=1 << 20,
             dispatch=self._dispatch,
+            slots_per_rank=self._slots_per_rank,
             hook_options=self._hook_options,
             rank_environments={HELD_POSITION: {VARIABLE: f"hook.staging.begin=hold:{self.staging.file}"}},
             log_to_files=True,
