@@ -36,6 +36,7 @@ from eplb_service.control import (
     RefusalCode,
     Refused,
     Stage,
+    Staged,
     ToRank,
 )
 from eplb_service.generation import LiveMap, as_loaded
@@ -57,6 +58,7 @@ LATE_S = 1e9
 SETTINGS = RolloutSettings()
 Part = OpenChunk | LiveReplies
 _CLOSES_NOTHING = (RefusalCode.BUSY, RefusalCode.STALE_EPOCH, RefusalCode.CLOSED)
+_VOTES = (hook.ChunkState.ARMED, hook.ChunkState.VOTING, hook.ChunkState.COMMITTED, hook.ChunkState.FLIPPING)
 _COPYING = (hook.ChunkState.STAGING, hook.ChunkState.QUIESCING)
 
 
@@ -153,6 +155,7 @@ class CommitModel:
 
     def steps(self, state: State) -> Iterator[tuple[str, State]]:
         """Everything that may happen next. Raises WrongStateError when an invariant breaks in it."""
+        may_vote = self._may_vote(state)
         for position, rank in enumerate(state.ranks):
             if rank.is_ended:
                 continue
@@ -160,7 +163,7 @@ class CommitModel:
                 if following.ranks[position].routed != rank.routed:
                     raise WrongStateError(f"invariant 1: rank {position} flips in the middle of a step ({label})")
                 yield label, following
-            if not rank.is_ahead:
+            if not rank.is_ahead and may_vote:
                 yield f"rank {position} passes a boundary", self._passed(state, position)
         for which in range(2):
             yield from self._steps_of_planner(state, which)
@@ -191,6 +194,17 @@ class CommitModel:
                 lost = _with_rank(_fault(state, 2), position, rank._replace(cast=0))
                 yield f"rank {position} loses the vote", self._fed(lost, position, hook.Outcome.UNKNOWN)
 
+    def _may_vote(self, state: State) -> bool:
+        """Whether a boundary changes anything: as long as no rank is, or can be, armed, all cast 0 and stay where they are."""
+        machines = [self._machines[rank.machine] for rank in state.ranks]
+        if any(rank.is_ahead or rank.cast for rank in state.ranks) or any(machine.state in _VOTES for machine in machines):
+            return True
+        for bit in _bits(state.sent & sum(self._to_rank)):
+            message = self._messages[bit + 1]
+            if isinstance(message, Arm) and machines[self._addresses.index(message.to)].open_id == message.chunk_id:
+                return True
+        return False
+
     def _steps_of_planner(self, state: State, which: int) -> Iterator[tuple[str, State]]:
         planner = state.planners[which]
         name = f"planner {which + 1}"
@@ -198,10 +212,16 @@ class CommitModel:
             if self.bounds.chunks[1]:
                 yield f"{name} takes over", self._take_over(state)
         elif planner.part:
+            staged = []
             for bit in _bits(state.sent & self._from_ranks):
+                if isinstance(self._messages[bit + 1], Staged):
+                    staged.append(bit)
+                    continue
                 following = self._told(state, which, bit)
                 if following is not None and following != state:
                     yield f"{name} hears {_words(self._messages[bit + 1])}", following
+            if len(staged) == self.bounds.ranks:
+                yield f"{name} hears Staged of all", self._told_all(state, which, staged)
             following = self._told(state, which, -1)
             if following is not None and following.planners != state.planners:  # what is only said again is under way already
                 yield f"a deadline of {name} passes", following
@@ -354,6 +374,12 @@ class CommitModel:
         number, sent = known
         state = _with_planner(state, which, planner._replace(part=number))._replace(sent=state.sent | sent)
         return self._found_out(state, which, self._parts[number])
+
+    def _told_all(self, state: State, which: int, bits: list[int]) -> State:
+        """Staged says nothing before it was heard of all: until then hearing it is as good as not."""
+        for bit in bits:
+            state = self._told(state, which, bit) or state
+        return state
 
     def _effects(self, part: Part, epoch: int, bit: int) -> list[Effect] | None:
         """What a planner's part answers; None where it says nothing. A sign of a higher epoch ends it: as if it never acted."""

@@ -36,7 +36,8 @@ class Checkers:
         self._never_flips: set[ChunkId] = set()
         self._stages: dict[ChunkId, tuple[object, ...]] = {}
         self._group_of: dict[ChunkId, GroupId] = {}
-        self._published: dict[int, Mapping[LayerRef, int]] = {}
+        self._published: dict[int, list[Mapping[LayerRef, int]]] = {}
+        self._remembered: set[int] = set()
         self._started: set[tuple[int, int]] = set()
         self._answered: dict[Rank, Epoch] = {}
         self.epoch_seen = 0
@@ -95,14 +96,14 @@ class Checkers:
         )
         group = self._group_of.get(chunk, rank.address.group_id)
         self._require(group == rank.address.group_id, f"chunk {chunk:#x} of group {group} flips in {rank.address.group_id}")
-        published = self._published.get(stage.generation)
+        published = self._published.get(stage.generation, [])
         for change in stage.layers:
             was = before[change.layer].generation
             self._require(
                 stage.generation > was, f"invariant 4: layer {change.layer} goes back from {was} to {stage.generation}"
             )
             self._require(
-                published is not None and published[change.layer] == change.new_digest,
+                any(rows[change.layer] == change.new_digest for rows in published),
                 f"invariant 7: layer {change.layer} flips to a row that is not the one published as {stage.generation}",
             )
             if change.new_row == before[change.layer].row:
@@ -119,14 +120,17 @@ class Checkers:
     # ── the planner ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def published(self, generation: Generation) -> None:
-        """The store took a generation: its number names these rows for ever."""
+        """The store took a generation: its number names these rows, as long as anybody remembers it."""
         digests = dict(generation.placement.row_digests())
-        known = self._published.setdefault(generation.number, digests)
-        self._require(known == digests, f"invariant 4: number {generation.number} is given to two placements")
+        known = self._published.setdefault(generation.number, [])
+        if generation.number in self._remembered:
+            self._require(digests in known, f"invariant 4: number {generation.number} is given to two placements")
+        self._remembered.add(generation.number)
+        known.append(digests)
 
     def forget_numbers(self, known: int) -> None:
-        """Store, planners and ranks all lost what is above this number: it may be given again."""
-        self._published = {number: rows for number, rows in self._published.items() if number <= known}
+        """Store, leader and ranks all lost what is above this number: it may be given again."""
+        self._remembered = {number for number in self._remembered if number <= known}
 
     def started(self, epoch: int, generation: int) -> None:
         """The store took the start of a rollout."""
