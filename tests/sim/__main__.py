@@ -45,8 +45,10 @@ def main() -> int:
 def _one(options: argparse.Namespace) -> int:
     without = frozenset(int(index) for index in options.without.split(",") if index)
     first_s, _, last_s = options.faulty.partition("-")
-    run = Run(options.seed, without=without, faulty_s=(float(first_s), float(last_s)))
-    with MUTATIONS[options.mutation].patched() if options.mutation else nullcontext():
+    mutation = MUTATIONS[options.mutation] if options.mutation else None
+    kinds = mutation.kinds if mutation is not None else ()
+    run = Run(options.seed, without=without, faulty_s=(float(first_s), float(last_s)), kinds=kinds)
+    with mutation.patched() if mutation is not None else nullcontext():
         violation = failure_of(run)
     if options.trace or violation is not None:
         print("\n".join(run.world.trace))
