@@ -18,7 +18,16 @@ from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.control import Address
 from eplb_service.coverage import unreachable, why_uncovered
-from eplb_service.drain import DrainedRank, DrainState, drained_ranks, knows_no_empty_slot, listed, serving, why_off_limits
+from eplb_service.drain import (
+    DrainedRank,
+    DrainState,
+    drained_ranks,
+    knows_no_empty_slot,
+    listed,
+    serving,
+    why_not_drained,
+    why_off_limits,
+)
 from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, LayerRef, RankId
@@ -361,8 +370,8 @@ class Deployment:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
             return "observe_only", self._why_observing(group.observe_only)
-        uncovered = why_uncovered(self.unreachable)
-        return "ready", self.carrier.waiting_reason or uncovered or self._last_refusal() or self.last_error
+        stuck = why_uncovered(self.unreachable) or self._why_drained_too_far()
+        return "ready", self.carrier.waiting_reason or stuck or self._last_refusal() or self.last_error
 
     def _why_observing(self, what: str) -> str:
         """What is missing, and the reason that a rank which has none of it gives, as far as one did."""
@@ -403,7 +412,14 @@ class Deployment:
         if not self.is_free:
             state, reason = self.state()
             return f"{self.name} is {state}" + (f": {reason}" if reason else "")
-        return why_uncovered(self.unreachable)
+        return why_uncovered(self.unreachable) or self._why_drained_too_far()
+
+    def _why_drained_too_far(self) -> str:
+        """What ranks that stay cannot hold, where the group changed since ranks were drained; empty when they can hold all."""
+        live = self.known_live
+        why = why_not_drained(live.placement.tables, self.drained) if live is not None and self.drained else ""
+        drained = listed(sorted(self.drained))
+        return f"rank {drained} is drained, and {why}; or `eplb undrain {drained.replace(',', '')}`" if why else ""
 
     def check_plannable(self) -> None:
         """Raise ConflictError with what speaks against a new generation now."""

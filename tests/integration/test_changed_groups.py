@@ -195,3 +195,34 @@ def test_a_drained_rank_that_is_stopped_is_absent_and_kept_empty_when_it_comes_b
         return status.state == "ready" and [(found.rank_id, found.state) for found in status.drains] == [(1, state)]
 
     run(scenario())
+
+
+def test_a_group_too_small_for_what_is_drained_says_so_and_goes_on_once_the_rank_is_given_back() -> None:
+    async def scenario() -> None:
+        async with planner(planning__mode="observe") as (_, address):
+            async with Fleet(address) as fleet:
+                await reach(fleet, "ready")
+                order = admin_pb2.DrainRequest(deployment="chat", rank_ids=[1], idempotency_key="d")
+                await fleet.admin.Drain(order, timeout=20)
+            left = formed_anew(fleet, 1, 2, 3)
+            for rank in left.ranks:
+                rank.rows = dict.fromkeys(rank.rows, (0, 1, 2, 6, 7, 3, 4, 5, 0))
+            async with left:
+                status = await formed(left)
+                assert (
+                    "rank 1 is drained, and the ranks that stay (2, 3) have 2 x 3 = 6 slots for the 8 experts" in status.reason
+                )
+                assert "let at least 3 ranks stay" in status.reason
+                assert "or `eplb undrain 1`" in status.reason
+                await left.admin.Undrain(admin_pb2.UndrainRequest(deployment="chat", rank_ids=[1]), timeout=20)
+                assert "drained" not in (await status_of(left)).reason
+                for _ in range(2):
+                    left.report(left.skewed(hot=3))
+                await left.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="auto"))
+                await until_true(lambda: _moved(left), "a generation")
+
+    async def _moved(fleet: Fleet) -> bool:
+        fleet.report(fleet.skewed(hot=3))
+        return (await status_of(fleet)).live_generation > 0
+
+    run(scenario())
