@@ -139,7 +139,8 @@ class PlanningProblem:
     max_imbalance: the target: every layer at or under it with the fewest moves. None = the policy's own choice.
     front: return the Pareto front (balance against moves) too, where the policy can.
     certify: spend time on lower bounds too, where the policy can.
-    expert_bytes: bytes of one expert of each layer. Length L. fan_out: an expert crosses to a node once, then is passed on there.
+    expert_bytes: bytes of one expert of each layer. Length L.
+    fan_out: an expert crosses to a node once, then is passed on there.
     dispatch: how the engine picks a replica.
     time_limit_s: hard stop; work_budget: units of work (policy's own, over all layers) that bound the search on every machine
     alike; None = what `effort` stands for.

@@ -26,7 +26,7 @@ def topology(ranks: tuple[int, ...], nodes: tuple[str, ...], dead: tuple[int, ..
 
 
 def plan(
-    live: Table, target: Table, nodes: tuple[str, ...], *, budget: int = 1 << 40, **options: int
+    live: Table, target: Table, nodes: tuple[str, ...], *, budget: int = 1 << 40, layers_max: int | None = None
 ) -> tuple[PlannedChunk, ...]:
     where = topology(tuple(live.rank_ids), nodes)
     return plan_chunks(
@@ -35,7 +35,7 @@ def plan(
         topology=where,
         expert_bytes=dict.fromkeys(live.layers, 10),
         staging_bytes=dict.fromkeys(where.rank_ids, budget),
-        **options,
+        layers_max=layers_max,
     )
 
 

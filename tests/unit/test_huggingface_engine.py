@@ -34,7 +34,7 @@ NEW_TOKENS = 6
 COMMON: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 32,
-    "intermediate_size": 40,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -46,18 +46,20 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 GROUPED = {"n_group": 2, "topk_group": 1}
+# Widths are multiples of what vector units take at a time, as those of real models are: what is left over goes by other code,
+# and where it lies depends on the number of rows.
 # Architecture: what its configuration has besides, and its MoE layers. One has biases and another layout, one shared experts,
 # one a grouped sigmoid router after a dense layer.
 ARCHITECTURES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "Mixtral": ({"num_local_experts": 8}, [0, 1]),
     "Olmoe": ({"num_experts": 8}, [0, 1]),
-    "Qwen2Moe": ({"num_experts": 8, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}, [0, 1]),
+    "Qwen2Moe": ({"num_experts": 8, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}, [0, 1]),
     "GptOss": ({"num_local_experts": 8, "head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, [0, 1]),
     "Glm4Moe": (
         {
             "n_routed_experts": 8,
             "n_shared_experts": 1,
-            "moe_intermediate_size": 24,
+            "moe_intermediate_size": 64,
             "head_dim": 8,
             "n_group": 2,
             "topk_group": 1,
