@@ -41,7 +41,7 @@ def check(place: Place, traffic: Sequence[Sequence[Batch]], say: Say) -> None:
         say("  engine and planner are up")
         first, second = traffic
         before = run.until_moved(first, generation=1)[-len(first) :]
-        after = run.batches(first, len(first))
+        after = run.batches(first, 2 * len(first))  # so many that the generation is judged by the load that it was made for
         run.must_fall("after the first move", before, after)
         run.must_be_recorded(generation=1)
         _without_planner(run, second)

@@ -23,13 +23,13 @@ from eplb_service import __version__
 from eplb_service.advice import Advice, AdviceRequest
 from eplb_service.cli.client import planner_client
 from eplb_service.cli.generations import state_text
-from eplb_service.errors import ConflictError, EnvironmentFault
+from eplb_service.errors import ConflictError, DeadlineError, EnvironmentFault
 from eplb_service.pb.v1 import admin_pb2, placement_pb2
 from tests.adviser_doubles import ScriptedAgent
 from tests.vllm_e2e.checks import CheckError
 from tests.vllm_e2e.plain_model import EXPERT_BYTES
 
-READY_S = 180.0
+READY_S = 300.0
 """Of a planner or an agent process, on a machine that has other work."""
 ANSWER_S = 30.0
 """Of a question to the planner."""
@@ -84,7 +84,13 @@ class Service:
         """Start both, and wait until they serve."""
         for part in (self._planner, self._agent):
             part.start()
+            self._wait_ready(part)
+
+    def _wait_ready(self, part: Supervised) -> None:
+        try:
             part.wait_ready(READY_S)
+        except (DeadlineError, EnvironmentFault) as error:
+            raise CheckError(str(error)) from None
 
     def stop(self) -> None:
         """End all."""
@@ -101,7 +107,7 @@ class Service:
         """Start it again, on what it had stored."""
         if not self._planner.revive():
             raise CheckError("the planner that was killed is alive")
-        self._planner.wait_ready(READY_S)
+        self._wait_ready(self._planner)
 
     def _hand_on(self, question: AdviceRequest) -> bytes | None:
         answer: Advice | None = None
