@@ -50,8 +50,7 @@ imports: $(STAMP)  ## which package may import which
 
 unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
 ifeq ($(strip $(PYTEST)),)
-	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile tests/unit tests/contract tests/sim tests/scenarios tests/model
-	@$(BIN)/python -m pytest -m "not long" tests/integration tests/gpu  # fleets of processes want the cores for themselves
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile -m "not long" tests
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
@@ -60,7 +59,7 @@ sim: $(STAMP)  ## simulated faults by seeds: make sim SEEDS=100000, or make sim 
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(if $(MUTATIONS),--mutations)
 
 test-long: $(STAMP)  ## fleets whose parts are killed in turn, a weighted one, demos with broken flips (about 7 minutes)
-	@$(BIN)/python -m pytest -m long tests/integration
+	@$(BIN)/python -m pytest -m long tests
 
 proto: $(STAMP)  ## generate the protocol code again
 	@$(BIN)/python proto/generate.py

@@ -35,7 +35,7 @@ from eplb_service.rpc.convert import from_agent_from_pb, registration_from_pb, r
 from eplb_service.rpc.status import StatusInterceptor
 from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
-DEADLINE_S = 15.0
+DEADLINE_S = 60.0
 TO_HOOK: tuple[type, ...] = (Welcome, RegistrationAnswer, Hello, Stage, Arm, Disarm)
 _T = TypeVar("_T")
 

@@ -69,7 +69,7 @@ SLOTS = 2
 WIDTH = 4
 LAYERS = (LayerRef(MODEL, 1), LayerRef(MODEL, 4))
 EXPERT_BYTES = {LAYERS[0]: (5 * 7 + 1) * 4, LAYERS[1]: 9 * 2 + 3 * 4}
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 def expert_tensors(layer: LayerRef, expert: int) -> dict[str, torch.Tensor]:

@@ -58,7 +58,7 @@ from eplb_service.window.report import LoadReport, Semantics, TableCounts
 
 MODEL = "tiny"
 SUB_WINDOWS = 4
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 async def until_true(condition: Callable[[], Awaitable[Any]], what: str, timeout_s: float = WAIT_S) -> Any:

@@ -18,7 +18,7 @@ from agent.engine.reference.model import resolve
 from eplb_service.ids import DeploymentId, RankId
 from examples.tiny_moe.generate import Oracle
 
-WAIT_S = 40.0
+WAIT_S = 90.0
 TEXT = (
     b"def row_digest(layer, row):\n    return blake2b(encode(layer) + row.tobytes())\n"
     b"Permission is hereby granted, free of charge, to any person obtaining a copy. Jan  3 10:22:01 host sshd[411]: accepted"

@@ -120,7 +120,7 @@ async def scene(folder: Path, **environment: str) -> AsyncIterator[tuple[FakePla
 
 def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(90):
             await work()
 
     asyncio.run(bounded())

@@ -22,7 +22,7 @@ from tests.integration.planner_fleet import Fleet
 from tests.integration.test_planner_loop import QUICK
 
 pytestmark = pytest.mark.process
-DEADLINE_S = 30.0
+DEADLINE_S = 90.0
 DEPLOYMENT = "chat"
 
 

@@ -37,7 +37,7 @@ from eplb_service.store.embedded import EmbeddedStore, find_binary
 
 pytestmark = pytest.mark.process
 NAME = DeploymentId("d")
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 PATIENT = StoreTimes(operation_s=20.0, try_s=1.0)
 
 PLANNER = """

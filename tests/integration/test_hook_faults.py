@@ -179,7 +179,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_refused_before_the_deadlin
     held = Path(folder) / "held"
     fleet = Fleet(context, folder, num_ranks=3, failpoints={1: f"hook.staging.connected=pause:{held}"})
     fleet.step(3)
-    chunk = fleet.stage({LAYERS[0]: (2, 3, 4, 5, 0, 1)}, stage_timeout_s=30.0)
+    chunk = fleet.stage({LAYERS[0]: (2, 3, 4, 5, 0, 1)}, stage_timeout_s=2 * WAIT_S)
     _wait_for(held)
     fleet.kill(1)
     refused = fleet.expect(Refused, chunk, 2)  # within WAIT_S, less than the stage's own time

@@ -205,7 +205,7 @@ def test_control_streams(bench: Bench) -> None:
                 yield message
 
         try:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(90):
                 async for _ in fleet.agent.Control(sending()):
                     pass
         except grpc.aio.AioRpcError as error:

@@ -27,7 +27,7 @@ from tests.integration.planner_fleet import Fleet, until
 from tests.integration.test_planner_loop import QUICK, generation_of, reach, run
 
 pytestmark = pytest.mark.process
-READY_S = 30.0
+READY_S = 90.0
 
 
 @dataclass

@@ -15,7 +15,7 @@ import pytest
 from eplb_service.cli.generations import state_text
 from tests.integration.whole_fleet import WholeFleet, held, is_alive, kill_now
 
-pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
 TOKENS = 60
 
 

@@ -47,7 +47,7 @@ from tests.integration.transformers_fleet import (
 
 pytestmark = [
     pytest.mark.process,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None,
         reason="transformers is not installed; pip install 'eplb-service[dev]' brings it",
@@ -56,7 +56,7 @@ pytestmark = [
 NEW_TOKENS = 12
 LONG = 3000
 """More new tokens than a rollout can take: the driver ends these requests."""
-PLANNER_WAIT_S = 60.0
+PLANNER_WAIT_S = 120.0
 
 
 def prompts(seed: int, *lengths: int) -> Prompts:

@@ -23,7 +23,7 @@ from tests.integration.reference_fleet import WAIT_S, Answer, expected, fleet_co
 from tests.integration.reference_models import UNEVEN, uneven
 from tests.integration.rollout_driver import RolloutDriver
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 NUM_RANKS = 4
 NEW_TOKENS = 6

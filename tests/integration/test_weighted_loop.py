@@ -16,7 +16,7 @@ from eplb_service.placement import Placement
 from eplb_service.rpc.convert import placement_from_pb
 from tests.integration.whole_fleet import DEPLOYMENT, WholeFleet
 
-pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

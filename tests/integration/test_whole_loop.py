@@ -21,7 +21,7 @@ from eplb_service.rpc.arrays import array_from_pb
 from eplb_service.topology import Topology
 from tests.integration.whole_fleet import WAIT_S, WholeFleet
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 RANK_IDS = (4, 5, 6, 7)  # stable ids need not begin at 0: vllm-ascend#10486
 WINDOW_STEPS = 64
 EXPERTS = 32

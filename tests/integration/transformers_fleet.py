@@ -42,8 +42,8 @@ NUM_RANKS = 2
 NUM_EXPERTS, TOP_K, REDUNDANT = 16, 4, 4
 MOE_LAYERS = (0, 2, 3)  # layer 1 is dense
 VOCABULARY = 256
-WAIT_S = 40.0
-START_S = 110.0
+WAIT_S = 90.0
+START_S = 200.0
 """For a first answer: rank processes may have to import torch and transformers before it."""
 WINDOW_STEPS = 8
 EXACT = "batched_mm"

@@ -40,7 +40,7 @@ from eplb_service.policy.registry import load_policy
 from eplb_service.policy.warm_up import warm_up_policy
 
 DEPLOYMENT = DeploymentId("whole")
-WAIT_S = 45.0
+WAIT_S = 90.0
 CALL_TIMEOUT_S = 5.0
 TURN_S = 0.02
 HELD_POSITION = 2

@@ -10,7 +10,7 @@ from tests.sim.mutations import MUTATIONS
 
 BOUNDS = (
     Bounds(ranks=2, chunks=(1, 0), expiries=1, copy_failures=1, lost_votes=1),
-    Bounds(ranks=2, chunks=(2, 0)),
+    pytest.param(Bounds(ranks=2, chunks=(2, 0)), marks=pytest.mark.long),
     Bounds(ranks=3, chunks=(1, 0)),
 )
 
