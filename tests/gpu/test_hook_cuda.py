@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
+from agent.engine.reference.launch import free_port
 from agent.hook.hook import Hook, HookConfig
 from agent.transfer.checksum import checksum
 from agent.transfer.streams import CudaStreams, EventPair
 from eplb_service.control import Address, Arm, Armed, Copy, Flipped, LayerChange, LayerInfo, Stage, Staged
 from eplb_service.ids import DeploymentId, GenerationNumber, GroupId, Incarnation, LayerRef, Phase, RankId, chunk_id
 from eplb_service.placement import row_digest
-from tests.integration.hook_fleet import FakeAgent, free_port
+from tests.integration.hook_fleet import FakeAgent
 
 pytestmark = [
     pytest.mark.gpu,

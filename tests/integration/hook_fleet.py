@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from agent.engine.port import EngineDescription, EngineModel, RoutingTables, SlotTensor, TensorKind
+from agent.engine.reference.launch import free_port
 from agent.frames import HEAD, Decoder, Welcome, encode, frame_lengths
 from agent.hook.hook import Hook, HookConfig
 from agent.transfer.memory_handles import allocate_shared
@@ -210,13 +211,6 @@ def describe(position: int, num_ranks: int, port: int, *, group: int = 77) -> En
         rendezvous_host="127.0.0.1",
         rendezvous_port=port,
     )
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 # ── a rank's process ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,13 +8,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from agent.engine.reference.launch import free_port
 from eplb_service import failpoints
 from eplb_service.advice import map_digest
 from tests.integration.advised_engine import Engine
 from tests.integration.planner_fleet import until
 from tests.integration.test_advised_loop import ACTIVE, generation
 from tests.integration.test_planner_loop import run
-from tests.integration.test_planner_process import Serve, free_port, serve
+from tests.integration.test_planner_process import Serve, serve
 
 __all__ = ["serve"]  # a fixture
 

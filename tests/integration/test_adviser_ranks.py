@@ -19,10 +19,11 @@ import pytest
 import torch.distributed
 
 from agent.adviser.presence import all_present
+from agent.engine.reference.launch import free_port
 from eplb_service.advice import AdviceRequest
 from tests.adviser_doubles import ScriptedAgent, keeping, moving, shuffled_map, silent
 from tests.integration.adviser_ranks import NUM_LAYERS, NUM_LOGICAL, POINTS, Ranks, ranks_up
-from tests.integration.test_planner_process import Serve, free_port, serve
+from tests.integration.test_planner_process import Serve, serve
 
 __all__ = ["serve"]  # a fixture
 

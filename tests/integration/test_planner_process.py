@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
+from agent.engine.reference.launch import free_port
 from eplb_service import failpoints
 from eplb_service.pb.v1 import placement_pb2
 from tests.integration.planner_fleet import Fleet, until
@@ -87,12 +87,6 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         print(process.log.read_text()[-8000:])  # shown when the test fails
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fails(process: Process, code: int, *words: str) -> None:

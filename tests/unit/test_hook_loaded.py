@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from agent.engine.reference.launch import free_port
 from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
 from agent.hook.loaded_check import unequal_replicas
 from eplb_service.ids import LayerRef
-from tests.integration.hook_fleet import LAYERS, TinyEngine, describe, free_port, tables_of
+from tests.integration.hook_fleet import LAYERS, TinyEngine, describe, tables_of
 
 RANKS = 4
 """Slots 0 and 1 of the group hold experts 0 and 1, and so do slots 6 and 7: both slots of the last rank are redundant."""

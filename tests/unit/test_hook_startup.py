@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from agent.engine.port import RoutingTables, SlotTensor, TensorKind
+from agent.engine.reference.launch import free_port
 from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
 from agent.hook.manifest import manifest_digest
@@ -21,7 +22,7 @@ from agent.hook.startup import inspect
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import ChunkId, LayerRef
 from eplb_service.placement import row_digest
-from tests.integration.hook_fleet import LAYERS, NUM_LOGICAL, TinyEngine, describe, free_port
+from tests.integration.hook_fleet import LAYERS, NUM_LOGICAL, TinyEngine, describe
 
 ROOM = 1 << 12
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import secrets
 import signal
 import socket
@@ -23,20 +24,27 @@ from eplb_service.errors import DeadlineError, EnvironmentFault
 
 # Below Linux's range for outgoing connections, so that none takes a port between its choice and its use.
 _PORTS = range(20_000, 32_000)
+_PORTS_OF_A_PROCESS = 100
+_given: set[int] = set()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port on which nothing listens now. Raises EnvironmentFault when 100 tries find none."""
-    for _ in range(100):
-        port = secrets.choice(_PORTS)
+    """A port on which nothing listens now, another one at each call. Raises EnvironmentFault when 100 tries find none.
+
+    Between its choice and its use a port is nobody's: processes that choose at the same time look in different places first.
+    """
+    first = _PORTS.start + os.getpid() % (len(_PORTS) // _PORTS_OF_A_PROCESS) * _PORTS_OF_A_PROCESS
+    own = [port for port in range(first, first + _PORTS_OF_A_PROCESS) if port not in _given]
+    for port in own + [secrets.choice(_PORTS) for _ in range(100)]:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
             except OSError:
                 continue
+            _given.add(port)
             return port
-    raise EnvironmentFault(f"no free port on {host} between {_PORTS.start} and {_PORTS.stop - 1} in 100 tries")
+    raise EnvironmentFault(f"no free port on {host} between {_PORTS.start} and {_PORTS.stop - 1}: 100 tries found none")
 
 
 @contextlib.contextmanager
