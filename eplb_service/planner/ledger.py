@@ -80,6 +80,7 @@ class Ledger:
         self._deployment, self._store = deployment, store
         self._request_names: list[str] = []
         self._answers: dict[str, RequestRecord] = {}
+        self._is_loaded = False
 
     @property
     def commit_s(self) -> float:
@@ -119,6 +120,12 @@ class Ledger:
         self.learned = found[documents.LEARNED].value if documents.LEARNED in found else None
         for name, document in listed:
             self.keep(_whole(name, document.value, decode_generation))
+        self._is_loaded = True
+
+    async def _ensure_loaded(self) -> None:
+        """Read the store before the first answer: a planner that has just started knows nothing, which is not "none"."""
+        if not self._is_loaded:
+            await self.load()
 
     def keep(self, generation: Generation) -> None:
         """Remember a generation, or what became of it."""
@@ -139,6 +146,7 @@ class Ledger:
 
     async def generation(self, number: int) -> Generation:
         """One generation. Raises NotFoundError naming the highest, and what the store raises for those not in memory."""
+        await self._ensure_loaded()
         known = self.generations.get(GenerationNumber(number))
         if known is not None:
             return known
@@ -155,6 +163,7 @@ class Ledger:
         """Generations, newest first. Raises InvalidInputError for a limit above LIST_MAX."""
         if not 1 <= limit <= LIST_MAX:
             raise InvalidInputError(f"limit {limit} is out of range: use 1 to {LIST_MAX}")
+        await self._ensure_loaded()
         kept = [self.generations[number] for number in sorted(self.generations, reverse=True)]
         oldest = kept[-1].number if kept else 1
         if limit > len(kept) and oldest > 1:
