@@ -50,7 +50,8 @@ imports: $(STAMP)  ## which package may import which
 
 unit: $(STAMP)  ## pytest: unit, contract, simulation, integration
 ifeq ($(strip $(PYTEST)),)
-	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile -m "not long" tests
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=4 --dist=loadfile -m "not long" tests/unit tests/contract tests/sim tests/scenarios tests/model
+	@$(BIN)/python -m pytest --numprocesses=auto --maxprocesses=2 --dist=loadfile -m "not long" tests/integration tests/gpu
 else
 	@$(BIN)/python -m pytest $(PYTEST)
 endif
