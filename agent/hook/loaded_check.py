@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 
 from agent.hook.stage_check import RankShape
 from agent.transfer.backup import KnownChecksums
-from agent.transfer.gloo import Store
-from eplb_service.errors import ConflictError, DeadlineError
+from agent.transfer.gloo import Store, said_by
+from eplb_service.errors import ConflictError
 from eplb_service.ids import LayerRef
 
 Rows = Mapping[LayerRef, Sequence[int]]
@@ -41,11 +40,8 @@ def check_loaded_slots(
     else:
         store.set(f"loaded/{shape.rank_id}", json.dumps(mine))
         for rank in shape.group_rank_ids:
-            try:
-                store.wait([f"loaded/{rank}"], timedelta(seconds=timeout_s))
-                by_rank[rank] = json.loads(store.get(f"loaded/{rank}"))
-            except RuntimeError as error:
-                raise DeadlineError(f"rank {rank} did not say within {timeout_s:g} s what it loaded") from error
+            silent = f"rank {rank} did not say within {timeout_s:g} s what it loaded"
+            by_rank[rank] = json.loads(said_by(store, f"loaded/{rank}", timeout_s, silent))
     problem = unequal_replicas(shape.group_rank_ids, rows, by_rank)
     if problem:
         raise ConflictError(problem)

@@ -38,8 +38,12 @@ def layer_manifest(tensors: Mapping[str, SlotTensor]) -> dict[str, str]:
 
 def manifest_digest(model: EngineModel, tensors: Tensors) -> str:
     """Hex BLAKE2b-16 of the manifests of all layers of a model."""
-    layers = [[info.layer_id, layer_manifest(tensors[LayerRef(model.name, info.layer_id)])] for info in model.layers]
-    return _digest(layers)
+    return _digest([[layer_id, manifest] for layer_id, manifest in _manifests(model, tensors).items()])
+
+
+def _manifests(model: EngineModel, tensors: Tensors) -> dict[int, dict[str, str]]:
+    """Of every layer of a model, by its id."""
+    return {info.layer_id: layer_manifest(tensors[LayerRef(model.name, info.layer_id)]) for info in model.layers}
 
 
 def manifest_facts(tensors: Tensors) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
@@ -101,9 +105,8 @@ def model_infos(description: EngineDescription, tensors: Tensors) -> tuple[Model
 def _alike(model: EngineModel, tensors: Tensors) -> tuple[LayerTensors, ...]:
     """Layers by what their tensors are: most are alike."""
     found: dict[tuple[tuple[str, str], ...], list[int]] = {}
-    for info in model.layers:
-        manifest = tuple(layer_manifest(tensors[LayerRef(model.name, info.layer_id)]).items())
-        found.setdefault(manifest, []).append(info.layer_id)
+    for layer_id, manifest in _manifests(model, tensors).items():
+        found.setdefault(tuple(manifest.items()), []).append(layer_id)
     return tuple(LayerTensors(layer_ids=tuple(ids), tensors=manifest) for manifest, ids in found.items())
 
 

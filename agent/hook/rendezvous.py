@@ -10,11 +10,10 @@ import json
 import socket
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from types import MappingProxyType
 
 from agent.engine.port import EngineDescription
-from agent.transfer.gloo import Store, first_line, prefixed, tcp_store
+from agent.transfer.gloo import Store, first_line, prefixed, said_by, tcp_store
 from eplb_service.errors import ConflictError, DeadlineError
 
 _RETRY_S = 0.05
@@ -75,11 +74,8 @@ def compare(
     store.set(f"parts/{me}", json.dumps({name: dict(of) for name, of in parts.items()}, sort_keys=True))
     store.set(f"facts/{me}", json.dumps(dict(mine), sort_keys=True))
     for rank in description.group_rank_ids:
-        try:
-            store.wait([f"facts/{rank}"], timedelta(seconds=timeout_s))
-            theirs: dict[str, str] = json.loads(store.get(f"facts/{rank}"))
-        except RuntimeError as error:
-            raise DeadlineError(f"rank {rank} did not come to the hooks' rendezvous within {timeout_s:g} s") from error
+        silent = f"rank {rank} did not come to the hooks' rendezvous within {timeout_s:g} s"
+        theirs: dict[str, str] = json.loads(said_by(store, f"facts/{rank}", timeout_s, silent))
         differ = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
         if differ:
             their_parts: Parts = json.loads(store.get(f"parts/{rank}")) if parts else {}

@@ -116,8 +116,7 @@ class BackupRead:
                 raise TransferError(RefusalCode.TRANSFER, f"{what} from {source.name}: {first_line(error)}") from error
             if found:
                 arrival.expected, arrival.on_host = expected, True
-                if region.host.data_ptr() != region.device.data_ptr():
-                    region.device.copy_(region.host, non_blocking=True)
+                region.to_device()
                 return
         names = ", ".join(source.name for source in self._sources) or "none"
         raise TransferError(RefusalCode.TRANSFER, f"{what}: no rank sends it and no backup has it (backups here: {names})")

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed
 
+from eplb_service.errors import DeadlineError
+
 _dist: Any = torch.distributed
 
 _ABANDON_TAG = (1 << 31) - 1
@@ -60,6 +62,15 @@ def prefixed(prefix: str, store: Store) -> Store:
     """The same store, under a prefix."""
     inner: Store = _dist.PrefixStore(prefix, store)
     return inner
+
+
+def said_by(store: Store, key: str, timeout_s: float, failure: str) -> str:
+    """What a rank wrote under a key. Raises DeadlineError when it does not in time. failure: that, in words."""
+    try:
+        store.wait([key], timedelta(seconds=timeout_s))
+        return store.get(key).decode()
+    except RuntimeError as error:
+        raise DeadlineError(failure) from error
 
 
 def local_store() -> Store:

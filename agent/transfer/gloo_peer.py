@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agent.transfer.gloo import Work
-from agent.transfer.staging import ExpertLayout
+from agent.transfer.staging import ExpertLayout, copy_if_apart
 from agent.transfer.streams import Streams
 from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, Transit, data_tag, word_of, word_tag
 from eplb_service.control import Copy
@@ -79,14 +79,13 @@ class GlooPeer:
         self._finish(SEND_DEPTH - 1, transit)
         if held.staged is not None:
             host = held.staged.region.host
-            if not held.staged.on_host and not _is_same(host, held.staged.region.device):
-                host.copy_(held.staged.region.device, non_blocking=True)
+            if not held.staged.on_host:
+                held.staged.region.to_host()
         else:
             layout = self._rank.layouts[copy.layer]
             packed, host = self._ring.next(layout.num_bytes)
             layout.pack(self._rank.tensors[copy.layer], copy.source_slot, packed)
-            if not _is_same(host, packed):
-                host.copy_(packed, non_blocking=True)
+            copy_if_apart(packed, host)
         self._streams.record().wait_host()  # the bytes are in host memory before they leave
         to, word = self._rank.column(copy.target_rank), word_of(held)
         works = transit.mesh.send(host, to, data_tag(index)), transit.mesh.send(word, to, word_tag(index))
@@ -95,12 +94,11 @@ class GlooPeer:
     def take(self, arrival: StagedCopy, transit: Transit) -> None:
         """Wait for it, then bring it from host memory to the device."""
         data, word = self._awaited.pop(arrival.index)
-        copy, region = arrival.copy, arrival.region
+        copy = arrival.copy
         transit.wait(data, f"rank {copy.source_rank} sent no expert {copy.expert} of {copy.layer}")
         arrival.expected, _ = word.receive(transit, copy)
         arrival.on_host = True
-        if not _is_same(region.host, region.device):
-            region.device.copy_(region.host, non_blocking=True)
+        arrival.region.to_device()
 
     def finish(self, transit: Transit) -> None:
         """Wait for all sends."""
@@ -119,7 +117,3 @@ class GlooPeer:
                 transit.wait(
                     work, f"rank {leaving.copy.target_rank} took no expert {leaving.copy.expert} of {leaving.copy.layer}"
                 )
-
-
-def _is_same(host: torch.Tensor, device: torch.Tensor) -> bool:
-    return host.data_ptr() == device.data_ptr()

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import torch
 
-from agent.transfer.gloo import Store, Work, first_line
-from agent.transfer.peer_memory import said_by
+from agent.transfer.gloo import Store, first_line
+from agent.transfer.one_sided import Links, OneSidedRead, agree_on_links, memory_said_by
 from agent.transfer.staging import Staging, stored
 from agent.transfer.streams import Streams
-from agent.transfer.transport import AwaitedWord, Held, LocalRank, StagedCopy, TransferError, Transit, word_of, word_tag
+from agent.transfer.transport import LocalRank, StagedCopy, TransferError, Transit
 from eplb_service.control import Copy, RefusalCode
 from eplb_service.ids import LayerRef, RankId
 
@@ -97,7 +97,7 @@ class Reachable:
     Both are the same on all ranks. memory: of the ranks that this one can read. problems: why another cannot be read here.
     """
 
-    links: frozenset[tuple[RankId, RankId]]
+    links: Links
     layers: Mapping[RankId, frozenset[LayerRef]]
     memory: Mapping[RankId, RemoteMemory]
     problems: Mapping[RankId, str]
@@ -113,7 +113,7 @@ def meet_agents(store: Store, rank: LocalRank, staging: Staging, agent: NixlAgen
     problems: dict[RankId, str] = {}
     layers: dict[RankId, frozenset[LayerRef]] = {}
     for peer in rank.group_rank_ids:
-        said = json.loads(said_by(store, f"nixl/{peer}", peer, timeout_s))
+        said = json.loads(memory_said_by(store, f"nixl/{peer}", peer, timeout_s))
         slots = {LayerRef(model, layer_id): _pairs(of) for model, layer_id, of in said.get("layers", [])}
         layers[peer] = frozenset(slots)
         if rank.nodes[rank.column(peer)] == rank.nodes[rank.column(rank.rank_id)]:
@@ -128,13 +128,7 @@ def meet_agents(store: Store, rank: LocalRank, staging: Staging, agent: NixlAgen
             continue
         as_text = name.decode() if isinstance(name, bytes) else name
         memory[peer] = RemoteMemory(as_text, said["device"], said["kind"], said["staging"], slots)
-    store.set(f"nixl-reads/{rank.rank_id}", json.dumps(sorted(memory)))
-    links = {
-        (RankId(source), peer)
-        for peer in rank.group_rank_ids
-        for source in json.loads(said_by(store, f"nixl-reads/{peer}", peer, timeout_s))
-    }
-    return Reachable(frozenset(links), layers, memory, problems)
+    return Reachable(agree_on_links(store, "nixl-reads", rank, memory, timeout_s), layers, memory, problems)
 
 
 def _pairs(described: Mapping[str, list[int]]) -> dict[str, tuple[int, int]]:
@@ -164,52 +158,29 @@ def _device(memory: torch.Tensor) -> tuple[int, str]:
     return (memory.get_device(), "VRAM") if memory.is_cuda else (0, "DRAM")
 
 
-class NixlRead:
+class NixlRead(OneSidedRead):
     """A `Transport` between ranks whose agents reach one another."""
 
     def __init__(self, rank: LocalRank, reachable: Reachable, agent: NixlAgent | None, streams: Streams) -> None:
-        self._rank, self._reachable, self._agent, self._streams = rank, reachable, agent, streams
-        self._awaited: dict[int, AwaitedWord] = {}
-        self._said: list[tuple[Copy, Work, torch.Tensor]] = []
+        super().__init__(rank, reachable.links, streams)
+        self._reachable, self._agent = reachable, agent
         self._reading: Any = None
 
     def carries(self, copy: Copy) -> bool:
         """Copies of which the target reaches the source, and the source's slots, or its staging, lie as they are packed."""
-        if (copy.source_rank, copy.target_rank) not in self._reachable.links:
-            return False
-        return copy.is_relay or copy.layer in self._reachable.layers[copy.source_rank]
-
-    def expect(self, arrival: StagedCopy, transit: Transit) -> None:
-        """Listen for the source."""
-        source = self._rank.column(arrival.copy.source_rank)
-        self._awaited[arrival.index] = AwaitedWord.post(transit.mesh, source, arrival.index)
-
-    def give(self, index: int, copy: Copy, held: Held, transit: Transit) -> None:
-        """Say that it may be read, once it is all there."""
-        if held.staged is not None:
-            self._streams.record().wait_host()
-        word = word_of(held)
-        work = transit.mesh.send(word, self._rank.column(copy.target_rank), word_tag(index))
-        self._said.append((copy, work, word))
+        return super().carries(copy) and (copy.is_relay or copy.layer in self._reachable.layers[copy.source_rank])
 
     def take(self, arrival: StagedCopy, transit: Transit) -> None:
         """Read it; what is not read is padding, which is zero."""
         copy, region = arrival.copy, arrival.region.device
-        arrival.expected, offset = self._awaited.pop(arrival.index).receive(transit, copy)
+        offset = self._told(arrival, transit)
         region.zero_()
         self._streams.record().wait_host()
         self._read(copy, region, offset, transit)
 
-    def finish(self, transit: Transit) -> None:
-        """Wait until all that was said was heard."""
-        while self._said:
-            copy, work, _ = self._said.pop()
-            transit.wait(work, f"rank {copy.target_rank} did not ask for expert {copy.expert} of {copy.layer}")
-
     def quiesce(self) -> None:
         """Wait until a read that was under way can write no more: until then staging is not free, however long that takes."""
-        self._awaited.clear()
-        self._said.clear()
+        super().quiesce()
         waited_s = 0.0
         while self._reading is not None and not self._ended():
             time.sleep(POLL_S)

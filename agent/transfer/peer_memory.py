@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 
 from agent.transfer.gloo import Store, first_line
 from agent.transfer.memory_handles import HandleError, MemoryHandles, boot_id
+from agent.transfer.one_sided import Links, agree_on_links, memory_said_by
 from agent.transfer.staging import Staging, stored
 from agent.transfer.transport import LocalRank
-from eplb_service.errors import DeadlineError
 from eplb_service.ids import LayerRef, RankId
 
 
@@ -37,7 +36,7 @@ class Neighbours:
     problems: why a rank of this node cannot be read here.
     """
 
-    links: frozenset[tuple[RankId, RankId]]
+    links: Links
     memory: Mapping[RankId, PeerMemory]
     problems: Mapping[RankId, str]
 
@@ -49,29 +48,14 @@ def meet_neighbours(store: Store, rank: LocalRank, staging: Staging, handles: Me
     memory: dict[RankId, PeerMemory] = {}
     problems: dict[RankId, str] = {}
     for peer in rank.group_rank_ids:
-        exported = said_by(store, f"memory/{peer}", peer, timeout_s)
+        exported = memory_said_by(store, f"memory/{peer}", peer, timeout_s)
         if peer == rank.rank_id or node[peer] != node[rank.rank_id]:
             continue
         try:
             memory[peer] = _open(exported, rank, handles)
         except HandleError as error:
             problems[peer] = first_line(error)
-    store.set(f"reads/{rank.rank_id}", json.dumps(sorted(memory)))
-    links = {
-        (RankId(source), peer)
-        for peer in rank.group_rank_ids
-        for source in json.loads(said_by(store, f"reads/{peer}", peer, timeout_s))
-    }
-    return Neighbours(frozenset(links), memory, problems)
-
-
-def said_by(store: Store, key: str, peer: RankId, timeout_s: float) -> str:
-    """What a rank wrote under a key. Raises DeadlineError when it does not in time."""
-    try:
-        store.wait([key], timedelta(seconds=timeout_s))
-        return store.get(key).decode()
-    except RuntimeError as error:
-        raise DeadlineError(f"rank {peer} did not say within {timeout_s:g} s what memory it shares") from error
+    return Neighbours(agree_on_links(store, "reads", rank, memory, timeout_s), memory, problems)
 
 
 def _export(rank: LocalRank, staging: Staging, handles: MemoryHandles) -> str:

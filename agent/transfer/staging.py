@@ -203,3 +203,17 @@ class Region:
     device: torch.Tensor
     host: torch.Tensor
     offset: int
+
+    def to_device(self) -> None:
+        """Bring what is on the host to the device, in order of the current stream."""
+        copy_if_apart(self.host, self.device)
+
+    def to_host(self) -> None:
+        """The other way."""
+        copy_if_apart(self.device, self.host)
+
+
+def copy_if_apart(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy in order of the current stream; host and device memory of a CPU are one and the same, and stay as they are."""
+    if source.data_ptr() != target.data_ptr():
+        target.copy_(source, non_blocking=True)
