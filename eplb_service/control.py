@@ -163,6 +163,11 @@ class Copy:
         return self.source_rank == NO_RANK
 
     @property
+    def source(self) -> str:
+        """Where it comes from, for people."""
+        return "a backup" if self.is_from_backup else f"rank {self.source_rank} slot {self.source_slot}"
+
+    @property
     def is_relay(self) -> bool:
         """Whether its bytes come from staging, not from a live slot."""
         return self.relay_of != NOT_RELAYED

@@ -185,9 +185,8 @@ def _check_budget(stage: Stage, shape: RankShape) -> Refusal | None:
 
 def describe(copy: Copy) -> str:
     """One copy in words."""
-    source = "a backup" if copy.is_from_backup else f"rank {copy.source_rank} slot {copy.source_slot}"
     return (
-        f"{'relay' if copy.is_relay else 'copy'} of {copy.layer} expert {copy.expert} from {source}"
+        f"{'relay' if copy.is_relay else 'copy'} of {copy.layer} expert {copy.expert} from {copy.source}"
         f" to rank {copy.target_rank} slot {copy.target_slot}"
     )
 

@@ -114,10 +114,9 @@ class ChunkTransfer:
         for entry, value in zip(staged, found, strict=True):
             if value != entry.expected:
                 copy = entry.copy
-                source = "a backup" if copy.is_from_backup else f"rank {copy.source_rank} slot {copy.source_slot}"
                 raise TransferError(
                     RefusalCode.CHECKSUM,
-                    f"expert {copy.expert} of {copy.layer} from {source}: checksum"
+                    f"expert {copy.expert} of {copy.layer} from {copy.source}: checksum"
                     f" {value & (1 << 64) - 1:#x}, its source has {entry.expected & (1 << 64) - 1:#x} since load or flip",
                 )
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -111,9 +111,8 @@ class Constraints:
 
     def without_move_limits(self) -> Constraints:
         """The same, however much a plan moves."""
-        return replace(
-            self, max_moves=None, max_move_bytes=None, max_moves_per_rank=None, max_moves_per_layer=None, max_layers=None
-        )
+        unlimited: dict[str, Any] = dict.fromkeys(self.move_limits)
+        return replace(self, **unlimited)
 
 
 class Effort(StrEnum):

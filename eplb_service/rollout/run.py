@@ -254,20 +254,19 @@ class Run:
     def _open(self, now: float) -> None:
         self.tries += 1
         self.hold = ""
-        chunk = self._ids.open_next()
+        chunk, plan = self._ids.open_next(), self.chunks[self.index]
         self._chunk = OpenChunk(
             epoch=self._ids.epoch,
             chunk_id=chunk,
             mesh_id=self._ids.mesh_id,
             generation=self.generation.number,
             weights_version=self._ranks.weights_version,
-            plan=self.chunks[self.index],
+            plan=plan,
             group=self._group,
             settings=self._settings,
             trail=self._trail,
         )
         self._effects += self._chunk.open(now)
-        plan = self.chunks[self.index]
         tries = f", try {self.tries} of {self._settings.tries_max}" if self.tries > 1 else ""
         self._note(
             "chunk.opened",
