@@ -24,7 +24,7 @@ from eplb_service.planner import documents
 from eplb_service.planner.asked import Asked, QuestionWatch, group_of, proposer_for, report_of
 from eplb_service.planner.context import PlannerContext
 from eplb_service.planner.deployment import Deployment
-from eplb_service.planner.proposing import Decision, Known
+from eplb_service.planner.proposing import Known
 from eplb_service.rollout.events import Finished, LiveChanged, Outcome
 from eplb_service.telemetry import DeploymentGauges
 from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refusal, Refused
@@ -45,6 +45,8 @@ _EVENTS = {
 
 class AdvisedDeployment(Deployment):
     """The planner of one advised deployment."""
+
+    proposal_ttl_from = ""  # it follows from how often the engine asks
 
     def __init__(self, name: DeploymentId, context: PlannerContext) -> None:
         super().__init__(name, context)
@@ -127,18 +129,7 @@ class AdvisedDeployment(Deployment):
     @property
     def proposal_ttl_s(self) -> float:
         """How old a proposal may be: so that one which came too late for its question can be the answer to the next."""
-        return max(self.context.config.planning.proposal_ttl_s, FRESH_INTERVALS * (self.questions.interval_s or 0.0))
-
-    def why_stale(self, decision: Decision) -> str:
-        """Why a proposal must not be published any more; empty while it may."""
-        age_s = self.context.clock.monotonic() - decision.made_at_s
-        if self.live is None or self.live.digest != decision.live_digest:
-            return "the proposal was made for another live map than there is now"
-        if decision.drained != self.drained:
-            return "ranks were drained, or given back, since the proposal was made"
-        if age_s > self.proposal_ttl_s:
-            return f"the proposal is {age_s:.0f} s old, at most {self.proposal_ttl_s:.0f} s are allowed"
-        return ""
+        return max(super().proposal_ttl_s, FRESH_INTERVALS * (self.questions.interval_s or 0.0))
 
     @property
     def num_windows(self) -> int:

@@ -71,7 +71,9 @@ HOUSEKEEPING_S = 1.0
 
 
 class Deployment:
-    """The planner of one deployment."""
+    """The planner of one deployment. proposal_ttl_from: the setting that says how old a proposal may be, in brackets."""
+
+    proposal_ttl_from = " (planning.proposal_ttl_s)"
 
     def __init__(self, name: DeploymentId, context: PlannerContext) -> None:
         config = context.config
@@ -289,8 +291,14 @@ class Deployment:
     @property
     def unreachable(self) -> Mapping[LayerRef, tuple[int, ...]]:
         """Experts that live on no rank, by what ranks said last; none while that is not known."""
+        told = self._told_placement
+        return unreachable(told) if told is not None else {}
+
+    @property
+    def _told_placement(self) -> Placement | None:
+        """What ranks said last that they route by; None while they are not complete, or it is not known."""
         live = self.known_live if self.members is not None else None
-        return unreachable(live.placement) if live is not None else {}
+        return live.placement if live is not None else None
 
     @property
     def drained(self) -> frozenset[RankId]:
@@ -305,11 +313,10 @@ class Deployment:
 
     def drained_ranks(self) -> tuple[DrainedRank, ...]:
         """How far each drained rank is, by what ranks said last."""
-        live = self.known_live if self.members is not None else None
-        placement = live.placement if live is not None else None
-        state, reason = self.state()
-        why = f"{self.name} is {state}" + (f": {reason}" if reason else "")
-        return drained_ranks(self.drained, placement, may_keep=self.keeps_copies, why_unknown=why)
+        if not self.drained:
+            return ()
+        why = f"{self.name} is {self.state_text()}"
+        return drained_ranks(self.drained, self._told_placement, may_keep=self.keeps_copies, why_unknown=why)
 
     def why_off_limits(self, target: Placement) -> str:
         """What a placement would bring to a drained rank, as a sentence; empty when nothing."""
@@ -373,6 +380,11 @@ class Deployment:
         stuck = why_uncovered(self.unreachable) or self._why_drained_too_far()
         return "ready", self.carrier.waiting_reason or stuck or self._last_refusal() or self.last_error
 
+    def state_text(self) -> str:
+        """State and reason for a sentence."""
+        state, reason = self.state()
+        return state + (f": {reason}" if reason else "")
+
     def _why_observing(self, what: str) -> str:
         """What is missing, and the reason that a rank which has none of it gives, as far as one did."""
         said = [facts.off_reason for facts in self.carrier.ranks.values() if facts.off_reason and not facts.staging_bytes]
@@ -410,8 +422,7 @@ class Deployment:
         if self.ledger.settings.paused:
             return f"{self.name} is paused ({self.ledger.settings.pause_reason or 'no reason given'}); resume it first"
         if not self.is_free:
-            state, reason = self.state()
-            return f"{self.name} is {state}" + (f": {reason}" if reason else "")
+            return f"{self.name} is {self.state_text()}"
         return why_uncovered(self.unreachable) or self._why_drained_too_far()
 
     def _why_drained_too_far(self) -> str:
@@ -435,8 +446,7 @@ class Deployment:
         group, live = self.group, self.known_live
         window = self.window()
         if group is None or live is None:
-            state, reason = self.state()
-            raise ConflictError(f"{self.name} cannot be planned, it is {state}" + (f": {reason}" if reason else ""))
+            raise ConflictError(f"{self.name} cannot be planned, it is {self.state_text()}")
         if window is None:
             raise ConflictError(f"{self.name} has no closed load window yet; ranks report one every few steps, try again")
         decision = await self.context.proposer.propose(
@@ -472,15 +482,20 @@ class Deployment:
             forecast=learning.forecasting.forecast(),
         )
 
+    @property
+    def proposal_ttl_s(self) -> float:
+        """How old a proposal may be."""
+        return self.context.config.planning.proposal_ttl_s
+
     def why_stale(self, decision: Decision) -> str:
         """Why a proposal must not be published any more; empty while it may."""
-        age_s, most_s = self.context.clock.monotonic() - decision.made_at_s, self.context.config.planning.proposal_ttl_s
+        age_s, most_s = self.context.clock.monotonic() - decision.made_at_s, self.proposal_ttl_s
         if self.live is None or self.live.digest != decision.live_digest:
             return "the proposal was made for another live map than there is now"
         if decision.drained != self.drained:
             return "ranks were drained, or given back, since the proposal was made"
         if age_s > most_s:
-            return f"the proposal is {age_s:.0f} s old, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
+            return f"the proposal is {age_s:.0f} s old, at most {most_s:.0f} s are allowed{self.proposal_ttl_from}"
         return ""
 
     def _generation_age_s(self, live: LiveMap) -> float | None:

@@ -237,8 +237,7 @@ class Draining:
         deployment = self._deployment
         members, live = deployment.members, deployment.known_live
         if members is None or live is None:
-            state, reason = deployment.state()
-            raise ConflictError(f"{deployment.name} is {state}" + (f": {reason}" if reason else "") + "; try again then")
+            raise ConflictError(f"{deployment.name} is {deployment.state_text()}; try again then")
         return members, live.placement
 
     def _why_not_now(self) -> str:

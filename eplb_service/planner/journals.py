@@ -23,11 +23,6 @@ class Journals:
         self._journal: Journal | None = None
         self._is_open = False
 
-    @property
-    def open_generation(self) -> GenerationNumber | None:
-        """The generation whose events are written; None while none is under way."""
-        return self._journal.generation if self._journal is not None and self._is_open else None
-
     def begin(self, generation: GenerationNumber) -> None:
         """A generation was published: from now on what happens belongs to its journal."""
         self._journal, self._is_open = Journal(generation=generation), True

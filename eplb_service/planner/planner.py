@@ -118,7 +118,7 @@ class Planner:
         if self._refuses:
             raise EnvironmentFault(self._refuses)
         name = request.deployment
-        steering = self._steerings.get(name) or self._newcomers.get(name, self.context.clock.monotonic())
+        steering = self._known(name)
         if steering is None:
             if len(request.rank_ids) > self.context.config.limits.ranks:
                 raise ConflictError(
@@ -133,10 +133,13 @@ class Planner:
             )
         return await steering.ask(request)
 
+    def _known(self, name: DeploymentId) -> Steering | None:
+        """Who steers a deployment, also one that no control stream speaks for yet."""
+        return self._steerings.get(name) or self._newcomers.get(name, self.context.clock.monotonic())
+
     def steering(self, name: str) -> Steering:
         """Who steers a deployment. Raises NotFoundError naming those known."""
-        known_name = DeploymentId(name)
-        steering = self._steerings.get(known_name) or self._newcomers.get(known_name, self.context.clock.monotonic())
+        steering = self._known(DeploymentId(name))
         if steering is None:
             known = sorted(self._steerings)
             shown = ", ".join(known[:NAMES_SHOWN]) + (
