@@ -10,7 +10,15 @@ from eplb_service.pb.v1 import admin_pb2, placement_pb2
 from eplb_service.planner import leading
 from eplb_service.store.base import Document
 from tests.integration.planner_fleet import Fleet, until_true
-from tests.integration.test_planner_loop import FlakyStore, generation_of, planner, reach, run, status_of, warm_policies
+from tests.integration.test_planner_loop import (
+    FlakyStore,
+    first_generation,
+    planner,
+    reach,
+    run,
+    status_of,
+    warm_policies,
+)
 
 __all__ = ["warm_policies"]
 NAME = DeploymentId("chat")
@@ -27,9 +35,7 @@ def test_a_damaged_document_is_named_costs_no_epoch_and_is_taken_up_once_it_is_w
     async def scenario() -> None:
         store = FlakyStore()
         async with planner(store) as (_, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
             await fleet.admin.Pause(admin_pb2.PauseRequest(deployment="chat", reason="test"))
         state = store._states[NAME]
         whole, epoch = state.documents[document], state.fence.epoch
@@ -72,9 +78,7 @@ def test_a_damaged_answer_to_a_key_or_journal_costs_no_more_than_itself() -> Non
     async def scenario() -> None:
         store = FlakyStore()
         async with planner(store) as (_, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
         documents = store._states[NAME].documents
         for name in ("events/1", "previous", "learned"):
             if name in documents:

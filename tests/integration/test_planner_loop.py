@@ -138,6 +138,13 @@ async def reach(fleet: Fleet, state: str) -> admin_pb2.DeploymentStatus:
             await asyncio.sleep(0.01)
 
 
+async def first_generation(fleet: Fleet) -> placement_pb2.GenerationView:
+    """Load that is worth a generation, and that generation once it is live everywhere."""
+    await reach(fleet, "ready")
+    fleet.report(fleet.skewed())
+    return await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+
+
 async def generation_of(fleet: Fleet, number: int, state: int) -> placement_pb2.GenerationView:
     async with asyncio.timeout(90):
         while True:
@@ -422,9 +429,7 @@ def test_store_that_lost_its_data_is_led_with_a_higher_epoch_and_no_number_is_us
     async def scenario() -> None:
         store = FlakyStore()
         async with planner(store) as (_, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            first = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            first = await first_generation(fleet)
             before = (await status_of(fleet)).epoch
             store._states.clear()
             fleet.report(fleet.skewed(hot=5))
@@ -670,9 +675,7 @@ def test_generation_is_judged_against_what_the_placement_before_would_have_shown
     async def scenario() -> None:
         settings = {"validation__windows": "3", "gate__min_generation_age_s": "3600"}
         async with planner(None, **settings) as (service, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            active = await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            active = await first_generation(fleet)
             assert active.promised_gain == pytest.approx(
                 active.before.mean_over_layers - active.predicted.mean_over_layers, abs=0.05
             )
@@ -701,9 +704,7 @@ def test_planner_that_restarts_goes_on_judging_what_its_predecessor_saw() -> Non
         store = FlakyStore()
         settings = {"validation__windows": "3", "gate__min_generation_age_s": "3600"}
         async with planner(store, **settings) as (_, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
             for _ in range(2):
                 fleet.report(fleet.skewed())
 
@@ -1013,8 +1014,6 @@ def test_agent_process_whose_rank_another_stream_took_learns_it_and_takes_it_bac
             assert await thief.read() is not grpc.aio.EOF  # it is asked what is live: it speaks for the rank now
             await until(lambda: fleet.connections == 2, "the agent process to come back")
             thief.cancel()
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
 
     run(scenario())

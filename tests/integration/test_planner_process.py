@@ -24,7 +24,7 @@ from agent.engine.reference.launch import free_port
 from eplb_service import failpoints
 from eplb_service.pb.v1 import placement_pb2
 from tests.integration.planner_fleet import Fleet, until
-from tests.integration.test_planner_loop import QUICK, generation_of, reach, run
+from tests.integration.test_planner_loop import QUICK, first_generation, generation_of, reach, run
 
 pytestmark = pytest.mark.process
 READY_S = 90.0
@@ -181,9 +181,7 @@ def test_planner_shows_itself_refuses_a_second_one_and_stops_on_sigterm(serve: S
 
     async def scenario() -> None:
         async with Fleet(ready["address"]) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
 
     run(scenario())
     page = urllib.request.urlopen(f"http://127.0.0.1:{ready['metrics_port']}/metrics", timeout=5).read().decode()

@@ -18,6 +18,7 @@ from tests.integration.test_planner_loop import (
     FlakyStore,
     InlineSolver,
     config_of,
+    first_generation,
     generation_of,
     planner,
     reach,
@@ -54,9 +55,7 @@ def test_a_rollout_is_told_from_its_publication_to_its_end_with_chunks_ranks_and
     async def scenario() -> None:
         store = FlakyStore()
         async with planner(store) as (_, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
             story = await story_of(fleet)
             assert names(story) == [
                 "generation.published",
@@ -246,9 +245,7 @@ def test_a_generation_without_a_journal_says_so() -> None:
     async def scenario() -> None:
         store = FlakyStore()
         async with planner(store) as (service, address), Fleet(address) as fleet:
-            await reach(fleet, "ready")
-            fleet.report(fleet.skewed())
-            await generation_of(fleet, 1, placement_pb2.GENERATION_STATE_ACTIVE)
+            await first_generation(fleet)
             await stored(store, 1, "rollout.finished")
             assert service.planner is not None
             service.planner.deployment("chat").journals.forget()
