@@ -25,6 +25,9 @@ NO_RANK = RankId(-1)
 NOT_RELAYED = -1
 """`Copy.relay_of` of a copy from a live slot."""
 
+CAPABILITY_RESTORE = "restore"
+"""Word of `Registration.capabilities`: the rank can take experts that no rank holds from a backup of its own."""
+
 PLANNER_PORT = 7470
 """Where a planner serves and its clients look, unless told otherwise."""
 

@@ -76,6 +76,7 @@ class EngineModel:
 class EngineDescription:
     """What the engine is; constant for one forming of its group.
 
+    joins: this rank is new to a group that serves: its slots are empty, and it takes the map that the others agree on.
     dispatch: how it picks a replica, a word of `eplb_service.dispatch.Dispatch`; only `weighted` is sent shares.
     rendezvous_host, rendezvous_port: where rank `group_rank_ids[0]` may listen for the hook's own groups (TCP).
     """
@@ -93,6 +94,7 @@ class EngineDescription:
     replica_table_width: int
     rendezvous_host: str
     rendezvous_port: int
+    joins: bool = False
 
 
 class EnginePort(Protocol):
