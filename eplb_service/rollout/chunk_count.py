@@ -20,12 +20,14 @@ def count_chunks(
     expert_bytes: Sequence[int],
     staging_bytes: Mapping[RankId, int],
     layers_max: int | None = None,
+    flip_bytes_max: int | None = None,
 ) -> int | None:
     """Chunks of one table; None when it cannot be carried out (staging too small for a layer, or an expert without source).
 
     expert_bytes: of each layer; the other arguments as for `plan_chunks`, whose rule of filling chunks this follows.
     """
     budget = min((staging_bytes[rank] for rank in topology.rank_ids), default=0)
+    most = budget if flip_bytes_max is None else min(budget, flip_bytes_max)
     shape = (live.num_layers, live.num_ranks, live.slots_per_rank)
     old, new = live.physical_to_logical.reshape(shape), target.physical_to_logical.reshape(shape)
     rewritten = ((old != new) & (new != EMPTY_SLOT)).sum(axis=2, dtype=np.int64)
@@ -43,7 +45,7 @@ def count_chunks(
             return None
         more = staged[layer]
         for index, (size, filled) in enumerate(groups):
-            if (filled + more <= budget).all() and (layers_max is None or size < layers_max):
+            if (filled + more <= most).all() and (layers_max is None or size < layers_max):
                 groups[index] = (size + 1, filled + more)
                 break
         else:

@@ -58,6 +58,7 @@ def plan_chunks(
     expert_bytes: Mapping[LayerRef, int],
     staging_bytes: Mapping[RankId, int],
     layers_max: int | None = None,
+    flip_bytes_max: int | None = None,
     fan_out: bool = False,
 ) -> tuple[PlannedChunk, ...]:
     """Chunks from `live` to `target`, changed layers only. Empty when nothing changes.
@@ -66,20 +67,22 @@ def plan_chunks(
     that keeps its expert, or becomes empty (-1), needs no copy; nor does a layer whose shares alone change.
 
     topology: the ranks in column order. expert_bytes: of every changed layer. staging_bytes: budget of every rank.
-    layers_max: most layers in a chunk; None = as the budget allows. fan_out: an expert crosses to a node once, and is passed on
-    there; only for ranks that know relays (`Copy.relay_of`).
+    layers_max: most layers in a chunk; None = as the budget allows. flip_bytes_max: most bytes that a flip writes on a rank, so
+    that it ends in time (`flip_stall`); None = no limit; a layer of more goes alone. fan_out: an expert crosses to a node once,
+    and is passed on there; only for ranks that know relays (`Copy.relay_of`).
     Raises InvalidInputError when the two differ in shape or ranks, when one has shares and the other none, when a single layer
     needs more staging than the smallest budget, when a dead rank gets an expert, and when an expert that must be copied is held
     by no rank that serves.
     """
     _check_shapes(live, target, topology)
     budget = min((staging_bytes[rank] for rank in topology.rank_ids), default=0)
+    most = budget if flip_bytes_max is None else min(budget, flip_bytes_max)
     groups: list[list[_Layer]] = []
     filled: list[list[int]] = []
     for layer in _changed_layers(live, target, topology, expert_bytes, fan_out=fan_out):
         _check_fits(layer, budget, topology)
         for group, staged in zip(groups, filled, strict=True):
-            room = all(have + more <= budget for have, more in zip(staged, layer.staged_bytes, strict=True))
+            room = all(have + more <= most for have, more in zip(staged, layer.staged_bytes, strict=True))
             if room and (layers_max is None or len(group) < layers_max):
                 group.append(layer)
                 staged[:] = [have + more for have, more in zip(staged, layer.staged_bytes, strict=True)]

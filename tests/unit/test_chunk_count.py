@@ -21,11 +21,12 @@ RANKS, LAYERS, EXPERTS, SLOTS = 4, 5, 6, 3
     seed=st.integers(0, 10_000),
     budget=st.integers(0, 40),
     layers_max=st.sampled_from([None, 1, 2]),
+    flip_bytes_max=st.sampled_from([None, 0, 5, 20]),
     dead=st.sampled_from([frozenset(), frozenset({RankId(2)})]),
     weighted=st.booleans(),
 )
 def test_as_many_chunks_are_counted_as_are_made(
-    seed: int, budget: int, layers_max: int | None, dead: frozenset[RankId], *, weighted: bool
+    seed: int, budget: int, layers_max: int | None, flip_bytes_max: int | None, dead: frozenset[RankId], *, weighted: bool
 ) -> None:
     random = np.random.default_rng(seed)
     rank_ids = tuple(RankId(rank) for rank in range(RANKS))
@@ -40,7 +41,14 @@ def test_as_many_chunks_are_counted_as_are_made(
         tables.append(table.with_even_shares() if weighted else table)
     sizes = random.integers(1, 8, LAYERS).tolist()
     staging = dict.fromkeys(rank_ids, budget)
-    counted = count_chunks(*tables, topology=topology, expert_bytes=sizes, staging_bytes=staging, layers_max=layers_max)
+    counted = count_chunks(
+        *tables,
+        topology=topology,
+        expert_bytes=sizes,
+        staging_bytes=staging,
+        layers_max=layers_max,
+        flip_bytes_max=flip_bytes_max,
+    )
     try:
         made: int | None = len(
             plan_chunks(
@@ -50,6 +58,7 @@ def test_as_many_chunks_are_counted_as_are_made(
                 expert_bytes={LayerRef("m", layer): size for layer, size in enumerate(sizes)},
                 staging_bytes=staging,
                 layers_max=layers_max,
+                flip_bytes_max=flip_bytes_max,
             )
         )
     except InvalidInputError:

@@ -26,7 +26,13 @@ def topology(ranks: tuple[int, ...], nodes: tuple[str, ...], dead: tuple[int, ..
 
 
 def plan(
-    live: Table, target: Table, nodes: tuple[str, ...], *, budget: int = 1 << 40, layers_max: int | None = None
+    live: Table,
+    target: Table,
+    nodes: tuple[str, ...],
+    *,
+    budget: int = 1 << 40,
+    layers_max: int | None = None,
+    flip_bytes_max: int | None = None,
 ) -> tuple[PlannedChunk, ...]:
     where = topology(tuple(live.rank_ids), nodes)
     return plan_chunks(
@@ -36,6 +42,7 @@ def plan(
         expert_bytes=dict.fromkeys(live.layers, 10),
         staging_bytes=dict.fromkeys(where.rank_ids, budget),
         layers_max=layers_max,
+        flip_bytes_max=flip_bytes_max,
     )
 
 
@@ -56,6 +63,20 @@ def test_experts_that_swap_places_on_a_rank_are_staged_too() -> None:
     (chunk,) = plan(table([[0, 1, 2, 3]], num_logical=4), table([[1, 0, 2, 3]], num_logical=4), ("a", "a"))
     assert [(copy.source_rank, copy.source_slot, copy.target_slot) for copy in chunk.copies] == [(0, 1, 0), (0, 0, 1)]
     assert chunk.staged_bytes == (20, 0)
+
+
+def test_layers_flip_together_as_long_as_no_rank_writes_more_than_a_flip_may_and_a_larger_one_goes_alone() -> None:
+    rows = [[0, 1, 2, 3]] * 4
+    live = table(rows, num_logical=4)
+    one, two = [0, 2, 2, 3], [2, 3, 0, 1]  # ten bytes for rank 0; twenty for both
+    target = table([one, two, one, one], num_logical=4)
+    chunks = plan(live, target, ("a", "a"), flip_bytes_max=20)
+    assert [[change.layer.layer_id for change in chunk.layers] for chunk in chunks] == [[0, 2], [1], [3]]
+    assert [chunk.staged_bytes for chunk in chunks] == [(20, 0), (20, 20), (10, 0)]
+    chunks = plan(live, target, ("a", "a"), flip_bytes_max=9)
+    assert [[change.layer.layer_id for change in chunk.layers] for chunk in chunks] == [[0], [1], [2], [3]]
+    (chunk,) = plan(live, target, ("a", "a"))
+    assert chunk.staged_bytes == (50, 20)
 
 
 def test_a_slot_that_becomes_empty_changes_the_layer_without_a_copy() -> None:
