@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from eplb_service.flip_stall import Stalls
+
 Float64Array = npt.NDArray[np.float64]
 
 SAMPLES_MAX = 256
@@ -272,26 +274,6 @@ class Recent:
         return sum(self.values) / len(self.values) if len(self.values) >= at_least else None
 
 
-@dataclass(slots=True)
-class Stalls:
-    """Time that flips held up steps: of each chunk that of its slowest rank, as a mean over the last chunks."""
-
-    chunks: dict[int, float] = field(default_factory=dict)
-    kept: int = 32
-
-    def add(self, chunk_id: int, seconds: float) -> None:
-        """A rank flipped."""
-        if not 0 <= seconds < float("inf"):
-            return
-        self.chunks[chunk_id] = max(seconds, self.chunks.get(chunk_id, 0.0))
-        while len(self.chunks) > self.kept:
-            del self.chunks[next(iter(self.chunks))]
-
-    def mean_s(self) -> float | None:
-        """None until a chunk flipped."""
-        return sum(self.chunks.values()) / len(self.chunks) if self.chunks else None
-
-
 INTERFERENCE_SAMPLES_MIN = 3
 
 
@@ -329,6 +311,7 @@ class Learned:
             "steps": [[sample.seconds, sample.busiest, sample.mean] for sample in self.steps],
             "links": self.links.moments,
             "stalls": {str(chunk): seconds for chunk, seconds in self.stalls.chunks.items()},
+            "stall_bytes": {str(chunk): size for chunk, size in self.stalls.staged_bytes.items()},
             "interference": list(self.interference.values),
         }
 
@@ -343,11 +326,12 @@ class Learned:
         if len(moments) != len(learned.links.moments):
             raise ValueError(f"{len(moments)} moments of link rates")
         learned.links.moments = moments
-        stalls = tree["stalls"]
-        if not isinstance(stalls, dict):
+        stalls, sizes = tree["stalls"], tree.get("stall_bytes", {})  # the second was added later
+        if not isinstance(stalls, dict) or not isinstance(sizes, dict):
             raise TypeError("stalls are no map")
         for chunk, seconds in stalls.items():
-            learned.stalls.add(int(chunk), _number(seconds))
+            size = sizes.get(chunk)
+            learned.stalls.add(int(chunk), _number(seconds), None if size is None else int(_number(size)))
         for value in _list(tree["interference"]):
             learned.interference.add(_number(value))
         return learned

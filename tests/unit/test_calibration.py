@@ -13,11 +13,11 @@ from eplb_service.calibration import (
     Learned,
     LinkRates,
     NotUsable,
-    Stalls,
     StepSample,
     StepTimeModel,
     fit_step_times,
 )
+from eplb_service.flip_stall import Stalls
 
 SLOPE, PER_TOKEN, BASE_S = 2e-6, 1e-6, 0.004
 
@@ -169,17 +169,22 @@ def test_what_was_learned_survives_the_store_and_damage_is_told() -> None:
     for sample in samples(20):
         learned.step(sample)
     learned.links.add(same_node=1 << 30, cross_node=1 << 20, seconds=0.5)
-    learned.stalls.add(7, 0.01)
+    learned.stalls.add(7, 0.01, 5 << 20)
+    learned.stalls.add(8, 0.02)
     learned.interference.add(0.3)
     again = Learned.from_json(json.loads(json.dumps(learned.to_json())))
     assert again.to_json() == learned.to_json()
     assert str(again.model()) == str(learned.model())
     tree = learned.to_json()
+    before = {name: value for name, value in tree.items() if name != "stall_bytes"}  # as earlier releases wrote it
+    assert Learned.from_json(before).stalls.chunks == learned.stalls.chunks
     damage: list[dict[str, object]] = [
         {"steps": 3},
         {"steps": [[1, 2]]},
         {"links": [1.0]},
         {"stalls": []},
+        {"stall_bytes": 3},
+        {"stall_bytes": {"7": "x"}},
         {"interference": ["x"]},
     ]
     for bad in damage:
