@@ -207,6 +207,9 @@ class RolloutConfig:
     backoff_max_s: float = setting(30.0, "longest pause after an aborted chunk", unit="s", above=0.0)
     tries_max: int = setting(4, "tries of a chunk before the generation is stopped", low=1, high=100)
     layers_per_chunk_max: int | None = setting(None, "most layers in a chunk; as staging allows if not given", kind=int, low=1)
+    commit_stall_ms_max: float = setting(
+        10.0, "longest that a flip may hold up steps: chunks are cut so, layers are not; 0: no limit", unit="ms", low=0.0
+    )
     rank_silence_s: float = setting(
         10.0, "silence after which a rank is shown as away, and another fleet may take its place", unit="s", above=0.0
     )
@@ -296,7 +299,8 @@ class ServeConfig:
     def given_costs(self) -> GivenCosts:
         """For `costs.cost_model`."""
         given = {part.name: getattr(self.cost, part.name) for part in fields(CostSettings)}
-        return GivenCosts(**given, throttle=self.transfer.throttle())
+        most_s = self.rollout.commit_stall_ms_max / 1e3 or None
+        return GivenCosts(**given, throttle=self.transfer.throttle(), commit_stall_s_max=most_s)
 
     def rollout_settings(self) -> RolloutSettings:
         """For `Rollout`."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from eplb_service.control import NO_THROTTLE, Throttle
 from eplb_service.errors import InvalidInputError
+from eplb_service.flip_stall import ASSUMED, StallModel
 from eplb_service.moves import MoveSummary
 from eplb_service.topology import LinkKind
 
@@ -150,7 +151,10 @@ def price(cost: CostModel, moves: Sequence[MoveSummary], *, num_flips: int, repl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCosts:
-    """What an operator gave (see `CostModel`); None = measure it. throttle: how fast ranks may send weights."""
+    """What an operator gave (see `CostModel`); None = measure it. throttle: how fast ranks may send weights.
+
+    commit_stall_s_max: chunks are cut so that a flip takes no longer; None = no limit.
+    """
 
     seconds_per_step: float | None = None
     horizon_steps: float | None = None
@@ -160,6 +164,7 @@ class GivenCosts:
     copy_interference: float | None = None
     replica_s_per_gib: float = 0.0
     throttle: Throttle = NO_THROTTLE
+    commit_stall_s_max: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +172,7 @@ class MeasuredCosts:
     """What was measured of one deployment (see `CostModel`); None = not yet.
 
     seconds_per_token: of step time, for each token more on the busiest rank of a layer; step_time: the
-    same as a sentence, or why it is not known.
+    same as a sentence, or why it is not known. stalls: what a flip takes, by its bytes.
     """
 
     seconds_per_token: float | None = None
@@ -177,6 +182,7 @@ class MeasuredCosts:
     cross_node_bytes_per_s: float | None = None
     commit_stall_s: float | None = None
     copy_interference: float | None = None
+    stalls: StallModel = ASSUMED
 
 
 def cost_model(
@@ -198,7 +204,7 @@ def cost_model(
     assumed = {
         "horizon_steps": max(1.0, steps_planned_from),
         "bytes_per_s": ASSUMED_BYTES_PER_S * slowed,
-        "commit_stall_s": ASSUMED_STALL_S,
+        "commit_stall_s": min(ASSUMED_STALL_S, given.commit_stall_s_max or ASSUMED_STALL_S),
         "copy_interference": ASSUMED_INTERFERENCE * slowed,
     }
     values: dict[str, float] = {}

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
 from eplb_service.drain import DrainState
 from eplb_service.errors import EnvironmentFault
+from eplb_service.flip_stall import ChunkFlip
 from eplb_service.forecast import LAST
 from eplb_service.forecast import NAMES as FORECASTS
 
@@ -106,6 +107,11 @@ class Metrics:
             [*by, "link"],
         )
         self._stall = self._gauge("eplb_commit_stall_seconds", "Mean time that a chunk's flip held up steps.", by)
+        self._chunk_stall = self._gauge(
+            "eplb_chunk_stall_seconds",
+            "Time that the flip of the last chunk held up steps. kind: measured, on the slowest rank; expected when it was cut.",
+            [*by, "kind"],
+        )
         self._forecast = self._gauge(
             "eplb_forecast_used", "1 for what plans are made for: the `last` windows, or a forecaster.", [*by, "forecaster"]
         )
@@ -231,6 +237,11 @@ class Metrics:
     def flip_stalled(self, deployment: str, seconds: float) -> None:
         """A rank flipped."""
         self._stall_s.labels(deployment).observe(seconds)
+
+    def chunk_stalled(self, deployment: str, flip: ChunkFlip) -> None:
+        """A chunk flipped on all ranks."""
+        self._chunk_stall.labels(deployment, "expected").set(flip.expected_s)
+        self._chunk_stall.labels(deployment, "measured").set(flip.measured_s)
 
     def solved(self, deployment: str, policy: str, seconds: float) -> None:
         """A plan was made."""

@@ -520,7 +520,7 @@ class Deployment:
         """Give a published generation to the machine."""
         self.load.live_in_motion()
         self.learning.rollout_begins(self.context.validation.windows)
-        self.carrier.feed(Start(generation))
+        self.carrier.feed(Start(generation, self.learning.costs.stalls.model()))
 
     def cancel_rollout(self, reason: str, *, by: str, withdraw: bool) -> None:
         """Stop a rollout after its open chunk, or with that withdrawn too."""

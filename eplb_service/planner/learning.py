@@ -19,6 +19,7 @@ from eplb_service.calibration import INTERFERENCE_SAMPLES_MIN, Learned, NicTrans
 from eplb_service.costs import MeasuredCosts
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import BrokenInvariantError
+from eplb_service.flip_stall import ChunkFlip
 from eplb_service.gate import CLEARED_NOISE, Verdict
 from eplb_service.generation import LiveMap
 from eplb_service.horizon import Horizon, PastPlan, WindowSum
@@ -196,6 +197,10 @@ class Learning:
         elif isinstance(message, control.Flipped):
             self.costs.stalls.add(message.chunk_id, message.stall_s)
 
+    def flipped(self, flip: ChunkFlip) -> None:
+        """A chunk flipped on all ranks."""
+        self.costs.stalls.add(flip.chunk_id, flip.measured_s, flip.staged_bytes)
+
     def _learn_links(self, message: control.Staged, topology: Topology) -> None:
         received, links = message.received, self.costs.links
         one = Transfer(same_node=received.same_node, cross_node=received.cross_node, seconds=message.seconds)
@@ -237,6 +242,7 @@ class Learning:
             bytes_per_s=within,
             cross_node_bytes_per_s=across,
             commit_stall_s=self.costs.stalls.mean_s(),
+            stalls=self.costs.stalls.model(),
             copy_interference=self.costs.interference.mean(INTERFERENCE_SAMPLES_MIN),
         )
 

@@ -122,6 +122,9 @@ class Outcomes:
     def live_changed(self, effect: LiveChanged) -> None:
         """The live map is known, or a chunk flipped: recorded behind."""
         flipped = effect.boundary is not None
+        if effect.flip is not None:
+            self._deployment.learning.flipped(effect.flip)
+            self._deployment.context.metrics.chunk_stalled(self._deployment.name, effect.flip)
         self._deployment.behind(
             self._deployment.ledger.live_puts(effect.live), failpoint="planner.flipped.recorded" if flipped else ""
         )

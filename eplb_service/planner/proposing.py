@@ -15,6 +15,7 @@ from eplb_service.config import PlanningConfig
 from eplb_service.costs import CostModel, GivenCosts, MeasuredCosts, cost_model
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
+from eplb_service.flip_stall import flip_bytes_max
 from eplb_service.gains import plan_of, points_of
 from eplb_service.gate import GateConfig, GateInputs, TableEvidence, Verdict, VerdictCode, decide
 from eplb_service.generation import LiveMap
@@ -218,6 +219,7 @@ class Proposer:
     planning: PlanningConfig
     deadline_s: float
     layers_per_chunk_max: int | None = None
+    commit_stall_ms_max: float = 0.0
     fill_slots: bool = False
 
     async def propose(
@@ -296,7 +298,7 @@ class Proposer:
         cost, horizon = priced(known, self.given, window, group)
         counted = [loads_of(window, problem.current).loads for problem, _ in planned]
         evidence = tuple(
-            self._evidence(problem, proposal, group, loads, known.forecast)
+            self._evidence(problem, proposal, group, loads, known)
             for (problem, proposal), loads in zip(planned, counted, strict=True)
         )
         proposals = [proposal for _, proposal in planned]
@@ -355,9 +357,10 @@ class Proposer:
         proposal: Proposal,
         group: Group,
         counted: npt.NDArray[np.float64],
-        forecast: LoadForecast | None,
+        known: Known,
     ) -> TableEvidence:
         points = points_of(proposal, problem.current)
+        most, forecast = flip_bytes_max(known.measured.stalls, self.commit_stall_ms_max), known.forecast
         flips = [
             count_chunks(
                 problem.current,
@@ -366,6 +369,7 @@ class Proposer:
                 expert_bytes=problem.expert_bytes,
                 staging_bytes=group.staging_bytes,
                 layers_max=self.layers_per_chunk_max,
+                flip_bytes_max=most,
             )
             for point in points
         ]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from eplb_service.control import NO_THROTTLE, FromRank, Throttle, ToRank
+from eplb_service.flip_stall import ASSUMED, ChunkFlip, FlipStall, StallModel
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import GroupLost, GroupReady, RankAttached, RankDetached
@@ -30,9 +31,13 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Carry this generation to all ranks: the layers that differ from the live map. Answered by one `Finished`."""
+    """Carry this generation to all ranks: the layers that differ from the live map. Answered by one `Finished`.
+
+    stalls: what flips take, by which chunks are cut (`RolloutSettings.commit_stall_ms_max`).
+    """
 
     generation: Generation
+    stalls: StallModel = ASSUMED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +109,14 @@ class Send:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRecord:
-    """What must be in the store, fenced by epoch, before anything of a rollout is sent."""
+    """What must be in the store, fenced by epoch, before anything of a rollout is sent. stall: expected of its longest flip."""
 
     epoch: Epoch
     generation: GenerationNumber
     digest: str
     num_chunks: int
     num_layers: int
+    stall: FlipStall | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +132,15 @@ class LiveChanged:
     """The live map is known (again), or a chunk flipped. Written behind.
 
     generation_floor: highest generation that the ranks ever saw: the next one is 1 + max(store, this).
-    boundary: of the flip; None when the map was learned by asking, or no rank could say.
+    boundary: of the flip; None when the map was learned by asking, or no rank could say. flip: how long it held up steps; None
+    where no rank told.
     """
 
     live: LiveMap
     generation_floor: GenerationNumber
     reason: str
     boundary: int | None = None
+    flip: ChunkFlip | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,13 +176,17 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The answer to `Start`. flip_boundaries: of the chunks that flipped, ascending. seconds: since `Start`."""
+    """The answer to `Start`. flip_boundaries: of the chunks that flipped, ascending. seconds: since `Start`.
+
+    stall: of the longest of its flips; None where there was nothing to flip.
+    """
 
     generation: GenerationNumber
     outcome: Outcome
     reason: str
     flip_boundaries: tuple[int, ...]
     seconds: float
+    stall: FlipStall | None = None
 
 
 class AlarmCode(StrEnum):
@@ -230,7 +242,8 @@ class RolloutSettings:
     stage_timeout_s: longest time to stage a chunk at full speed. throttle: how fast ranks may send; staging gets the more time.
     arm_ttl_s: given to the ranks with every Stage. slowest_step_s: the longest step that is still healthy.
     hold_timeout_s: how long a chunk may wait for ranks that are away, or that serve another weights version.
-    answer_slack_s: added to every deadline for messages and queues.
+    answer_slack_s: added to every deadline for messages and queues. commit_stall_ms_max: how long a flip may hold up steps,
+    milliseconds; 0 = no limit.
     """
 
     stage_timeout_s: float = 60.0
@@ -246,6 +259,7 @@ class RolloutSettings:
     backoff_max_s: float = 30.0
     tries_max: int = 4
     layers_per_chunk_max: int | None = None
+    commit_stall_ms_max: float = 10.0
     throttle: Throttle = NO_THROTTLE
 
     def stage_seconds(self, bytes_in_a_row: int) -> float:

@@ -22,6 +22,7 @@ from typing import Any, get_args
 
 from eplb_service.control import Address, Flipped, Hello, Live, Pulse
 from eplb_service.errors import InvalidInputError
+from eplb_service.flip_stall import flip_bytes_max
 from eplb_service.generation import AS_LOADED, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber
 from eplb_service.membership.group import Group
@@ -348,6 +349,7 @@ class Rollout:
                 live=live,
                 generation_floor=self._generation_floor,
                 layers_per_chunk_max=self.settings.layers_per_chunk_max,
+                flip_bytes_max=flip_bytes_max(event.stalls, self.settings.commit_stall_ms_max),
             )
         except InvalidInputError as error:
             self._answer_start(event, Outcome.NOT_STARTED, str(error))
@@ -365,6 +367,7 @@ class Rollout:
             ranks=self._readiness,
             ids=self._ids,
             settings=self.settings,
+            stalls=event.stalls,
             generation_floor=self._generation_floor,
             token=self._token,
             trail=self._trail,

@@ -107,6 +107,8 @@ class OpenChunk:
         self.deadline_s = 0.0
         self.stalled = False
         self.last_error = ""
+        self.stall_s: float | None = None
+        """As the slowest of the ranks told that flipped it."""
         self._epoch, self._mesh_id, self._weights_version = epoch, mesh_id, weights_version
         self._group, self._settings, self._trail = group, settings, trail
         self._stage_seconds = settings.stage_seconds(plan.traffic.bytes_in_a_row)
@@ -259,6 +261,7 @@ class OpenChunk:
         self._check_contradiction()
 
     def _on_flipped(self, message: Flipped, _now: float) -> None:
+        self.stall_s = max(message.stall_s, self.stall_s or 0.0)
         self._take_flip(message.sender.rank_id, message.boundary, dict(message.digests))
 
     def _on_flipped_unasked(self, message: Flipped, _now: float) -> None:

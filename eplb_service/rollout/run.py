@@ -9,9 +9,10 @@ Whatever ends it goes through `_finish`. A run that ended leaves nothing open, s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from eplb_service.control import Address, Live, Pulse
+from eplb_service.flip_stall import ChunkFlip, FlipStall, StallModel
 from eplb_service.generation import Generation, LiveMap
 from eplb_service.ids import ChunkId, GenerationNumber, RankId
 from eplb_service.membership.group import Group
@@ -58,6 +59,7 @@ class Run:
         ranks: Readiness,
         ids: ChunkIds,
         settings: RolloutSettings,
+        stalls: StallModel,
         generation_floor: GenerationNumber,
         token: int,
         trail: Trail[RolloutState],
@@ -80,6 +82,11 @@ class Run:
         self._flip_boundaries: list[int] = []
         self._chunk: OpenChunk | None = None
         self._group, self._ranks, self._ids, self._settings = group, ranks, ids, settings
+        self._stalls = stalls
+        self._stall = FlipStall(
+            expected_s=max(stalls.seconds(max(chunk.staged_bytes)) for chunk in chunks),
+            limit_s=settings.commit_stall_ms_max / 1e3 or None,
+        )
         self._generation_floor = generation_floor
         self._token = token
         self._effects: list[Effect] = []
@@ -133,6 +140,7 @@ class Run:
             digest=self.generation.digest,
             num_chunks=len(self.chunks),
             num_layers=sum(len(chunk.layers) for chunk in self.chunks),
+            stall=self._stall,
         )
         return [Persist(self._token, record)]
 
@@ -142,7 +150,9 @@ class Run:
         if self._phase is RolloutState.PERSISTING and token == self._token:
             num_layers = sum(len(chunk.layers) for chunk in self.chunks)
             self._note(
-                "rollout.started", f"{num_layers} layers in {len(self.chunks)} chunks; stored after {now - self._since_s:.3f} s"
+                "rollout.started",
+                f"{num_layers} layers in {len(self.chunks)} chunks; stored after {now - self._since_s:.3f} s; steps stand still"
+                f" for a flip: {self._stall}",
             )
             self._back_off(now, 0.0)
             self._try_to_open(now)
@@ -298,11 +308,13 @@ class Run:
         if boundary is not None:
             self._flip_boundaries.append(boundary)
         reason = f"chunk {self.index} of {len(self.chunks)} of generation {chunk.generation} flipped"
+        flip = self._measured(chunk)
         self._effects.append(
-            LiveChanged(live=self.live, generation_floor=self._generation_floor, reason=reason, boundary=boundary)
+            LiveChanged(live=self.live, generation_floor=self._generation_floor, reason=reason, boundary=boundary, flip=flip)
         )
         where = f" at boundary {boundary}" if boundary is not None else ""
-        self._effects.append(Note(event="chunk.flipped", text=f"{reason}{where}", chunk_id=chunk.chunk_id))
+        stall = f" in {flip.measured_s * 1e3:.3g} ms, {flip.expected_s * 1e3:.3g} ms expected" if flip is not None else ""
+        self._effects.append(Note(event="chunk.flipped", text=f"{reason}{where}{stall}", chunk_id=chunk.chunk_id))
         if self.index == len(self.chunks):
             self._finish(Outcome.ACTIVE, f"all {len(self.chunks)} chunks flipped", now)
         elif self._cancelled:
@@ -310,6 +322,20 @@ class Run:
         else:
             self._back_off(now, 0.0)
             self._try_to_open(now)
+
+    def _measured(self, chunk: OpenChunk) -> ChunkFlip | None:
+        """How long a chunk's flip held up steps, beside what was expected; None where no rank told."""
+        if chunk.stall_s is None:
+            return None
+        staged_bytes = max(chunk.plan.staged_bytes)
+        flip = ChunkFlip(
+            chunk_id=chunk.chunk_id,
+            staged_bytes=staged_bytes,
+            expected_s=self._stalls.seconds(staged_bytes),
+            measured_s=chunk.stall_s,
+        )
+        self._stall = replace(self._stall, measured_s=max(flip.measured_s, self._stall.measured_s or 0.0))
+        return flip
 
     def _aborted(self, chunk: OpenChunk, outcome: NeverFlips, now: float) -> None:
         self._ids.aborted(chunk.chunk_id)
@@ -347,6 +373,7 @@ class Run:
             reason=reason,
             flip_boundaries=tuple(self._flip_boundaries),
             seconds=now - self._started_s,
+            stall=self._stall,
         )
         self.ended = RunEnd(finished, alarm=alarm, ask_again=ask_again)
         self._effects.append(finished)

@@ -16,6 +16,7 @@ def chunks_to_roll_out(
     live: LiveMap,
     generation_floor: GenerationNumber,
     layers_per_chunk_max: int | None,
+    flip_bytes_max: int | None = None,
 ) -> tuple[PlannedChunk, ...]:
     """Chunks from the live map to a generation: only the layers that differ, so an unfinished one is continued.
 
@@ -48,6 +49,7 @@ def chunks_to_roll_out(
         expert_bytes=group.expert_bytes,
         staging_bytes=group.staging_bytes,
         layers_max=layers_per_chunk_max,
+        flip_bytes_max=flip_bytes_max,
         fan_out=group.fan_out,
     )
 
