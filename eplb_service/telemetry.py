@@ -109,7 +109,7 @@ class Metrics:
         self._stall = self._gauge("eplb_commit_stall_seconds", "Mean time that a chunk's flip held up steps.", by)
         self._chunk_stall = self._gauge(
             "eplb_chunk_stall_seconds",
-            "Time that the flip of the last chunk held up steps. kind: measured, on the slowest rank; expected when it was cut.",
+            "Time that the flip of the last chunk held up steps. kind: measured on the slowest rank, or expected before.",
             [*by, "kind"],
         )
         self._forecast = self._gauge(

@@ -149,8 +149,8 @@ def proposer_for(given: Proposer, asker: Asker, group: Group, *, knows_steps: bo
     elif not knows_steps and given.given.horizon_steps is None:
         unpriced = UNKNOWN_STEPS
     costs = GivenCosts() if unpriced else replace(given.given, commit_stall_s_max=None)
-    whole = {"layers_per_chunk_max": None, "commit_stall_ms_max": 0.0}
-    return replace(given, planning=planning, given=costs, fill_slots=True, **whole), unpriced
+    own = replace(given, planning=planning, given=costs, layers_per_chunk_max=None, commit_stall_ms_max=0.0, fill_slots=True)
+    return own, unpriced
 
 
 def report_of(request: AdviceRequest, group: Group, index: int, digest_before: int, digest_now: int) -> LoadReport:
