@@ -16,6 +16,12 @@
     committed   FlipDue                        → flipping     Flip
     flipping    FlipDone                       → idle         Flipped
 
+When the group ends to form again (`reform`), what was not voted for closes, and a vote without a known outcome is unresolved:
+
+    voting      GroupEnded                     → unresolved
+    unresolved  GroupFormed, flips             → flipping     Flip; so does a committed chunk
+    unresolved  GroupFormed, does not flip     → idle         ReleaseStaging
+
 What makes `Disarmed` a proof: a flip needs the id cast by *every* rank in one vote, an id is cast only while armed, and a
 closed id (at or below the tombstone) is never staged or armed again. `Disarmed` is therefore sent only when the id is closed
 and no vote with it is unresolved.
@@ -46,6 +52,8 @@ from agent.hook.chunk_events import (
     Flip,
     FlipDone,
     FlipDue,
+    GroupEnded,
+    GroupFormed,
     Outcome,
     Received,
     ReleaseStaging,
@@ -58,7 +66,7 @@ from agent.hook.chunk_events import (
     VotingOff,
     VotingOn,
 )
-from agent.hook.chunk_ledger import Ledger
+from agent.hook.chunk_ledger import Ledger, layers_of
 from agent.hook.stage_check import RankShape, check_stage
 from eplb_service.control import (
     Address,
@@ -87,15 +95,23 @@ _DECIDED = (ChunkState.COMMITTED, ChunkState.FLIPPING)
 class ChunkMachine:
     """One rank's live map, open chunk, tombstone and epoch. `handle(event, now)` is the only way in.
 
-    live: what every layer routes by at the start. now: seconds on any monotonic clock.
+    live: what every layer routes by at the start. ledger: in its place, what a rank remembers that was in a group before.
+    now: seconds on any monotonic clock.
     """
 
     def __init__(
-        self, address: Address, shape: RankShape, live: Mapping[LayerRef, LiveLayer], *, weights_version: int, off_reason: str
+        self,
+        address: Address,
+        shape: RankShape,
+        live: Mapping[LayerRef, LiveLayer],
+        *,
+        weights_version: int,
+        off_reason: str,
+        ledger: Ledger | None = None,
     ) -> None:
         self._address = address
         self._shape = shape
-        self._ledger = Ledger(address, dict(live), weights_version, off_reason)
+        self._ledger = ledger or Ledger(address, dict(live), weights_version, off_reason)
         self._state = ChunkState.IDLE
         self._open: Stage | None = None
         self._staged: Staged | None = None
@@ -124,9 +140,19 @@ class ChunkMachine:
         return self._ledger
 
     @property
+    def shape(self) -> RankShape:
+        """What rows are checked against."""
+        return self._shape
+
+    @property
     def live(self) -> Mapping[LayerRef, LiveLayer]:
         """What every layer routes by, by the flips that are complete."""
         return self._ledger.live
+
+    @property
+    def live_after_open(self) -> Mapping[LayerRef, LiveLayer]:
+        """What every layer would route by after the chunk under way."""
+        return self.live if self._open is None else {**self.live, **layers_of(self._open)}
 
     @property
     def off_reason(self) -> str:
@@ -398,6 +424,25 @@ class ChunkMachine:
     def _on_voting_on(self, _event: VotingOn, _now: float) -> None:
         self._ledger.off_reason = ""
 
+    # ── another group ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _on_group_ended(self, _event: GroupEnded, _now: float) -> None:
+        self._hello = None  # of a leader of the group that was
+        if self._state is ChunkState.VOTING:
+            self._state = ChunkState.UNRESOLVED
+        self._doom(RefusalCode.WITHDRAWN, "the group forms again")
+
+    def _on_group_formed(self, event: GroupFormed, _now: float) -> None:
+        if event.flips and self._state in (ChunkState.UNRESOLVED, ChunkState.COMMITTED) and not self._stale_weights:
+            self._state, self._flip_boundary = ChunkState.FLIPPING, event.boundary
+            self._out.append(Flip(self._opened, event.boundary))
+        elif not event.flips and self._state is ChunkState.UNRESOLVED:
+            self._ledger.close(self.open_id)
+            self._out.append(ReleaseStaging(self.open_id))
+            self._forget_open()
+        elif event.flips or self._state is not ChunkState.IDLE:
+            self._broken(f"{_summary(event)}, but chunk {self.open_id:#x} is {self._state.value}")
+
     # ── closing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _doom(self, code: RefusalCode, reason: str) -> None:
@@ -483,6 +528,8 @@ _ACTIONS: Mapping[type, Callable[[ChunkMachine, Any, float], None]] = {
     FlipDone: ChunkMachine._on_flip_done,
     VotingOff: ChunkMachine._on_voting_off,
     VotingOn: ChunkMachine._on_voting_on,
+    GroupEnded: ChunkMachine._on_group_ended,
+    GroupFormed: ChunkMachine._on_group_formed,
     Tick: ChunkMachine._on_tick,
 }
 

@@ -41,11 +41,17 @@ TRANSITIONS: Transitions[ChunkState] = {
         _S.COMMITTED: "the vote passed",
         _S.ARMED: "the vote failed",
         _S.IDLE: "the vote failed, and it was withdrawn or outranked meanwhile; or ranks diverged",
-        _S.UNRESOLVED: "the outcome is unknown, or the weights changed under a vote that passed",
+        _S.UNRESOLVED: "the outcome is unknown, also because the group ended, or the weights changed under a vote that passed",
     },
-    _S.COMMITTED: {_S.FLIPPING: "the boundary of the next vote", _S.UNRESOLVED: "the weights changed before the flip"},
+    _S.COMMITTED: {
+        _S.FLIPPING: "the boundary of the next vote, or the group formed again",
+        _S.UNRESOLVED: "the weights changed before the flip",
+    },
     _S.FLIPPING: {_S.IDLE: "the flip is through on the device"},
-    _S.UNRESOLVED: {},
+    _S.UNRESOLVED: {
+        _S.FLIPPING: "the group formed again, and the vote had passed",
+        _S.IDLE: "the group formed again, and nobody knew it to have passed",
+    },
 }
 """What may follow, and why: within one event of the machine."""
 
@@ -149,6 +155,22 @@ class VotingOn:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """The vote group is given up: no vote is resolved any more, and no step begins before another group formed."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """What ranks decided of the chunk that this one voted for. flips: now, before its first step; else it closes.
+
+    boundary: of the first step.
+    """
+
+    flips: bool
+    boundary: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed."""
 
@@ -166,6 +188,8 @@ Event = (
     | FlipDone
     | VotingOff
     | VotingOn
+    | GroupEnded
+    | GroupFormed
     | Tick
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.hook.chunk_events import NO_CHUNK
 from eplb_service.control import Address, Flipped, Live, LiveLayer, Stage
@@ -57,14 +57,7 @@ class Ledger:
 
     def note_flip(self, stage: Stage, boundary: int, stall_s: float) -> Flipped:
         """The chunk is live. Returns what to say of it."""
-        for change in stage.layers:
-            self.live[change.layer] = LiveLayer(
-                layer=change.layer,
-                generation=stage.generation,
-                digest=change.new_digest,
-                row=change.new_row,
-                shares=change.new_shares,
-            )
+        self.live.update(layers_of(stage))
         flipped = Flipped(
             sender=self.address,
             chunk_id=stage.chunk_id,
@@ -77,6 +70,13 @@ class Ledger:
             self._forgotten_id, _ = self._flipped.popitem(last=False)
         self.close(stage.chunk_id)
         return flipped
+
+    def remember(self, flipped_id: ChunkId, before: Ledger | None) -> None:
+        """What was flipped in the group that was. flipped_id: the last by any rank. before: of this rank; None = it joins."""
+        self._forgotten_id = flipped_id
+        if before is not None and before.flipped_id == flipped_id:
+            self._forgotten_id = before._forgotten_id
+            self._flipped.update({chunk: replace(said, sender=self.address) for chunk, said in before._flipped.items()})
 
     def reply(self, epoch: Epoch) -> Live:
         """The answer to a Hello of this epoch."""
@@ -94,3 +94,17 @@ class Ledger:
             off_reason=self.off_reason,
             layers=tuple(layers[layer] for layer in sorted(layers)),
         )
+
+
+def layers_of(stage: Stage) -> dict[LayerRef, LiveLayer]:
+    """What the layers of a chunk route by once it is flipped."""
+    return {
+        change.layer: LiveLayer(
+            layer=change.layer,
+            generation=stage.generation,
+            digest=change.new_digest,
+            row=change.new_row,
+            shares=change.new_shares,
+        )
+        for change in stage.layers
+    }

@@ -79,11 +79,14 @@ def _check_row(change: LayerChange, shape: RankShape, live: Mapping[LayerRef, Li
             RefusalCode.INVALID,
             f"layer {layer}: experts must be -1 to {known.num_logical - 1}; got {min(change.new_row)} to {max(change.new_row)}",
         )
-    return _check_content(change, known, shape)
+    return _check_content(change, known, shape, live[layer].row)
 
 
-def _check_content(change: LayerChange, known: LayerShape, shape: RankShape) -> Refusal | None:
-    """The new row and its shares, which are of the layer's size, against what they claim to be and what the engine holds."""
+def _check_content(change: LayerChange, known: LayerShape, shape: RankShape, routed: Sequence[int]) -> Refusal | None:
+    """The new row and its shares, which are of the layer's size, against what they claim to be and what the engine holds.
+
+    routed: the row that the layer routes by now.
+    """
     layer, row = change.layer, np.array(change.new_row, dtype=np.int32)
     try:
         shares = _shares_of(change, row, shape)
@@ -93,8 +96,9 @@ def _check_content(change: LayerChange, known: LayerShape, shape: RankShape) -> 
     if digest != change.new_digest:
         return RefusalCode.NEW_DIGEST, f"layer {layer}: the row has digest {digest:#x}, the message says {change.new_digest:#x}"
     replicas = np.bincount(row[row >= 0], minlength=known.num_logical)
-    if not replicas.all():
-        return RefusalCode.INVALID, f"layer {layer}: expert {int(replicas.argmin())} would have no replica"
+    lost = np.setdiff1d(np.array(routed), row[row >= 0])  # an expert that died with a rank may stay away; no other may go
+    if lost[lost >= 0].size:
+        return RefusalCode.INVALID, f"layer {layer}: expert {int(lost[lost >= 0][0])} would have no replica"
     if int(replicas.max()) > shape.replica_table_width:
         return RefusalCode.INVALID, (
             f"layer {layer}: expert {int(replicas.argmax())} has {int(replicas.max())} replicas,"
