@@ -5,7 +5,10 @@ An engine adapter implements `EnginePort` and calls, from the thread that runs t
     hook.begin_step(num_real_tokens=…)          before the first kernel of every forward pass, real or dummy, on every rank
     hook.record(layer, experts, source=…)       with the logical ids that the router chose (real tokens only)
 
-An engine that has `under_pressure` too (`ReportsPressure`) can hold copies back while it is busy.
+An engine that has `under_pressure` too (`ReportsPressure`) can hold copies back while it is busy. One that can form its group
+again without a restart of the ranks that are left (`FormsAgain`) then calls, on all of them, between two steps:
+
+    hook.reform()                               `describe` and `routing_tables` are of the new group by then
 
 Everything that the hook writes (slot weights, routing tables) is written in place, at a step boundary, on the engine's
 compute stream: captured graphs keep their addresses.
@@ -21,6 +24,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from eplb_service.control import Address, LayerInfo
+from eplb_service.errors import EnvironmentFault
 from eplb_service.ids import DeploymentId, LayerRef, Phase, RankId
 
 
@@ -76,7 +80,8 @@ class EngineModel:
 class EngineDescription:
     """What the engine is; constant for one forming of its group.
 
-    joins: this rank is new to a group that serves: its slots are empty, and it takes the map that the others agree on.
+    joins: this rank is new to a group that serves: its slots are empty (rows of -1), and it takes the map that the others
+        agree on; its tables are written by the hook's start.
     dispatch: how it picks a replica, a word of `eplb_service.dispatch.Dispatch`; only `weighted` is sent shares.
     rendezvous_host, rendezvous_port: where rank `group_rank_ids[0]` may listen for the hook's own groups (TCP).
     """
@@ -109,7 +114,7 @@ class EnginePort(Protocol):
         ...
 
     def routing_tables(self, layer: LayerRef) -> RoutingTables:
-        """The layer's routing tables; asked once, the storage must stay."""
+        """The layer's routing tables; asked once for each forming of the group, the storage must stay until the next."""
         ...
 
     def rederive(self, layer: LayerRef, slots: Sequence[int]) -> None:
@@ -129,8 +134,23 @@ class EnginePort(Protocol):
         ...
 
     def fail_stop(self, reason: str) -> None:
-        """The outcome of a commit is unknown: run no further step until the group has re-formed, or exit."""
+        """This rank must not serve on: exit. Of an engine that forms again: only where that does not help either."""
         ...
+
+
+class OutcomeUnknownError(EnvironmentFault):
+    """The outcome of a commit is unknown here: no step may run until the group has formed again (`Hook.reform`)."""
+
+
+@runtime_checkable
+class FormsAgain(Protocol):
+    """What an engine may have beside its port: it forms its group again in place when ranks are lost or join.
+
+    can_reform: while True, a rank that does not know the outcome of a commit is not ended (`fail_stop`): its `begin_step`
+    raises OutcomeUnknownError, until `Hook.reform` was called on all ranks of the next group.
+    """
+
+    can_reform: bool
 
 
 @runtime_checkable
