@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_service.control import PROTOCOL_VERSION_OF_RELAYS, Address, LayerInfo, LiveLayer, Registration
+from eplb_service.control import (
+    CAPABILITY_RESTORE,
+    PROTOCOL_VERSION_OF_RELAYS,
+    Address,
+    LayerInfo,
+    LiveLayer,
+    Registration,
+)
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import InvalidInputError
 from eplb_service.generation import LiveMap
@@ -85,6 +92,15 @@ class Group:
     def fan_out(self) -> bool:
         """Whether an expert crosses to a node once and is passed on there: all ranks know relays."""
         return self.protocol >= PROTOCOL_VERSION_OF_RELAYS
+
+    @property
+    def restorers(self) -> frozenset[RankId]:
+        """Ranks that can take experts which no rank holds from a backup of their own."""
+        return frozenset(
+            registration.address.rank_id
+            for registration in self.registrations
+            if CAPABILITY_RESTORE in registration.capabilities
+        )
 
     @property
     def observe_only(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -21,6 +22,7 @@ def count_chunks(
     staging_bytes: Mapping[RankId, int],
     layers_max: int | None = None,
     flip_bytes_max: int | None = None,
+    restorers: AbstractSet[RankId] = frozenset(),
 ) -> int | None:
     """Chunks of one table; None when it cannot be carried out (staging too small for a layer, or an expert without source).
 
@@ -33,6 +35,7 @@ def count_chunks(
     rewritten = ((old != new) & (new != EMPTY_SLOT)).sum(axis=2, dtype=np.int64)
     staged = rewritten * np.array(expert_bytes, np.int64)[:, None]
     alive = np.array(topology.alive)
+    has_backup = np.array([rank in restorers for rank in topology.rank_ids])
     if (staged > budget).any() or rewritten[:, ~alive].any():
         return None
     changed = (old != new).any(axis=(1, 2))
@@ -41,7 +44,7 @@ def count_chunks(
         changed |= (np.asarray(live.shares) != np.asarray(target.shares)).any(axis=1) if both else True
     groups: list[tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]]]] = []
     for layer in np.flatnonzero(changed).tolist():
-        if not _is_sourced(old[layer], new[layer], alive, live.num_logical):
+        if not _is_sourced(old[layer], new[layer], alive, has_backup, live.num_logical):
             return None
         more = staged[layer]
         for index, (size, filled) in enumerate(groups):
@@ -57,9 +60,13 @@ def _is_sourced(
     old: np.ndarray[tuple[int, int], np.dtype[np.int32]],
     new: np.ndarray[tuple[int, int], np.dtype[np.int32]],
     alive: np.ndarray[tuple[int], np.dtype[np.bool_]],
+    has_backup: np.ndarray[tuple[int], np.dtype[np.bool_]],
     num_logical: int,
 ) -> bool:
-    """Whether every expert that a slot is to get is held by a rank that serves. Rows: shape (R, S)."""
+    """Whether every expert that a slot is to get is held by a rank that serves, or the slot's rank has a backup.
+
+    Rows: shape (R, S); masks: shape (R,).
+    """
     held = np.asarray(residencies(old.reshape(-1), num_ranks=old.shape[0], num_logical=num_logical)[alive]).any(axis=0)
-    wanted = new[(old != new) & (new != EMPTY_SLOT)]
-    return bool(np.asarray(held)[wanted].all())
+    wanted = (old != new) & (new != EMPTY_SLOT) & ~has_backup[:, None]
+    return bool(np.asarray(held)[new[wanted]].all())

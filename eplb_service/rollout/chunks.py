@@ -14,6 +14,7 @@ copy and no byte of staging, so it fits any chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from eplb_service.control import Copy, LayerChange
@@ -60,6 +61,7 @@ def plan_chunks(
     layers_max: int | None = None,
     flip_bytes_max: int | None = None,
     fan_out: bool = False,
+    restorers: AbstractSet[RankId] = frozenset(),
 ) -> tuple[PlannedChunk, ...]:
     """Chunks from `live` to `target`, changed layers only. Empty when nothing changes.
 
@@ -69,10 +71,11 @@ def plan_chunks(
     topology: the ranks in column order. expert_bytes: of every changed layer. staging_bytes: budget of every rank.
     layers_max: most layers in a chunk; None = as the budget allows. flip_bytes_max: most bytes that a flip writes on a rank, so
     that it ends in time (`flip_stall`); None = no limit; a layer of more goes alone. fan_out: an expert crosses to a node once,
-    and is passed on there; only for ranks that know relays (`Copy.relay_of`).
+    and is passed on there; only for ranks that know relays (`Copy.relay_of`). restorers: ranks that take an expert which no
+    rank that serves holds from a backup of their own.
     Raises InvalidInputError when the two differ in shape or ranks, when one has shares and the other none, when a single layer
     needs more staging than the smallest budget, when a dead rank gets an expert, and when an expert that must be copied is held
-    by no rank that serves.
+    by no rank that serves and is to go to one without a backup.
     """
     _check_shapes(live, target, topology)
     budget = min((staging_bytes[rank] for rank in topology.rank_ids), default=0)
@@ -92,7 +95,7 @@ def plan_chunks(
             filled.append(list(layer.staged_bytes))
     chunks = []
     for group, staged in zip(groups, filled, strict=True):
-        copies = plan_copies([layer.wanted for layer in group], topology, fan_out=fan_out)
+        copies = plan_copies([layer.wanted for layer in group], topology, fan_out=fan_out, restorers=restorers)
         traffic = traffic_of(copies, topology, expert_bytes)
         chunks.append(PlannedChunk(tuple(layer.change for layer in group), copies, tuple(staged), traffic))
     return tuple(chunks)

@@ -6,6 +6,9 @@ an expert that a node has none of crosses to it once and is passed on from there
 (vllm-ascend#2820, #2952): `node_entries` says by which rank it enters. Among sources that are equally near, copies are spread
 so that the busiest NIC, and the busiest rank, send as little as possible.
 
+An expert that nobody who serves holds comes from a backup of the rank that is to have it, over no link (vllm#41204,
+sglang#12068). It is never passed on, since a relay is of a copy from a live slot: each rank takes it from its own backup.
+
 Order: what is passed on leaves first, so that it can be passed on while the rest is under way; relays come last. In between,
 ranks turn to different targets (rank r to r + 1, r + 2, …), so that they do not all send to the same one.
 """
@@ -13,17 +16,21 @@ ranks turn to different targets (rank r to r + 1, r + 2, …), so that they do n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 
-from eplb_service.control import NOT_RELAYED, Copy
+from eplb_service.control import NO_RANK, NOT_RELAYED, Copy
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import LayerRef
+from eplb_service.ids import LayerRef, RankId
 from eplb_service.node_entries import Arrivals
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.rollout.spreading import Request, spread
 from eplb_service.topology import Topology
+
+FROM_BACKUP = -1
+"""Rank position of the source of a copy that no rank gives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +49,30 @@ class WantedLayer:
 
 @dataclass(slots=True)
 class _Planned:
-    """One copy under way to be planned, by rank positions. of: the planned copy that it passes on; None = from a live slot."""
+    """One copy under way to be planned, by rank positions. of: the planned copy that it passes on; None = from a live slot.
+
+    source: FROM_BACKUP = no rank gives it.
+    """
 
     order: int
     target: int
     target_slot: int
     expert: int
-    source: int = -1
-    source_slot: int = -1
+    source: int = FROM_BACKUP
+    source_slot: int = 0
     of: _Planned | None = None
     is_passed_on: bool = False
 
 
-def plan_copies(layers: Sequence[WantedLayer], topology: Topology, *, fan_out: bool) -> tuple[Copy, ...]:
+def plan_copies(
+    layers: Sequence[WantedLayer], topology: Topology, *, fan_out: bool, restorers: AbstractSet[RankId] = frozenset()
+) -> tuple[Copy, ...]:
     """A copy for every wanted slot of some layers that are carried together. fan_out: as in the layers' arrivals.
 
-    Raises InvalidInputError when no rank that serves holds an expert that is wanted.
+    restorers: ranks that can take experts which nobody holds from a backup of their own.
+    Raises InvalidInputError when an expert is wanted that no rank which serves holds, on a rank without a backup.
     """
-    plan = _Plan(layers, topology, fan_out)
+    plan = _Plan(layers, topology, fan_out, restorers)
     plan.classify()
     plan.choose_sources()
     return plan.copies()
@@ -68,8 +81,14 @@ def plan_copies(layers: Sequence[WantedLayer], topology: Topology, *, fan_out: b
 class _Plan:
     """The copies of one chunk in the making. `sent`: bytes that each rank sends to others."""
 
-    def __init__(self, layers: Sequence[WantedLayer], topology: Topology, fan_out: bool) -> None:  # noqa: FBT001
-        self._layers, self._topology, self._fan_out = layers, topology, fan_out
+    def __init__(
+        self,
+        layers: Sequence[WantedLayer],
+        topology: Topology,
+        fan_out: bool,  # noqa: FBT001
+        restorers: AbstractSet[RankId],
+    ) -> None:
+        self._layers, self._topology, self._fan_out, self._restorers = layers, topology, fan_out, restorers
         self._node_of, self._nic_of = topology.node_indices, topology.nic_indices
         self._sent = [0] * topology.num_ranks
         self._done: list[_Planned] = []
@@ -77,9 +96,9 @@ class _Plan:
         self._crossing: list[tuple[_Planned, list[tuple[int, int]]]] = []  # with slots of other nodes
 
     def classify(self) -> None:
-        """Settle what leaves no choice: copies inside a rank, and relays."""
+        """Settle what leaves no choice: copies inside a rank, from backups, and relays."""
         for order, layer in enumerate(self._layers):
-            slots_of = _live_slots(layer, self._topology)
+            slots_of, lost = _live_slots(layer, self._topology), layer.arrivals.without_source
             entering = self._entering(order, layer)
             brought: dict[tuple[int, int], _Planned] = {}  # by (expert, rank), of experts that are new there
             for position, slot, expert in layer.wanted:
@@ -87,7 +106,9 @@ class _Plan:
                 is_entry = entry is not None and (entry.target, entry.target_slot) == (position, slot)
                 copy = entry if entry is not None and is_entry else _Planned(order, position, slot, expert)
                 first = brought.get((expert, position))
-                if first is not None and self._fan_out:
+                if lost[position, expert]:
+                    self._take_from_backup(copy, layer)
+                elif first is not None and self._fan_out:
                     self._pass_on(first.of or first, copy)
                 elif entry is not None and not is_entry:
                     self._pass_on(entry, copy)
@@ -116,13 +137,17 @@ class _Plan:
         elif arrivals.near[rank, expert]:
             node = self._node_of[rank]
             self._near.append((copy, [held for held in slots_of[expert] if self._node_of[held[0]] == node]))
-        elif arrivals.far[rank, expert]:
-            self._crossing.append((copy, slots_of[expert]))
         else:
+            self._crossing.append((copy, slots_of[expert]))
+
+    def _take_from_backup(self, copy: _Planned, layer: WantedLayer) -> None:
+        rank = self._topology.rank_ids[copy.target]
+        if rank not in self._restorers:
             raise InvalidInputError(
-                f"layer {layer.layer}: no rank that serves holds expert {expert}, which rank"
-                f" {self._topology.rank_ids[rank]} slot {copy.target_slot} is to get"
+                f"layer {layer.layer}: no rank that serves holds expert {copy.expert}, which rank {rank} slot"
+                f" {copy.target_slot} is to get, and that rank has no backup to take it from"
             )
+        self._done.append(copy)
 
     def _pass_on(self, first: _Planned, copy: _Planned) -> None:
         first.is_passed_on = True
@@ -178,7 +203,7 @@ class _Plan:
             Copy(
                 layer=self._layers[copy.order].layer,
                 expert=copy.expert,
-                source_rank=ids[copy.source],
+                source_rank=NO_RANK if copy.source == FROM_BACKUP else ids[copy.source],
                 source_slot=copy.source_slot,
                 target_rank=ids[copy.target],
                 target_slot=copy.target_slot,

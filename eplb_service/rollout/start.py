@@ -51,6 +51,7 @@ def chunks_to_roll_out(
         layers_max=layers_per_chunk_max,
         flip_bytes_max=flip_bytes_max,
         fan_out=group.fan_out,
+        restorers=group.restorers,
     )
 
 

@@ -15,7 +15,8 @@ class Traffic:
     """Bytes of a chunk. By rank position: length R; by NIC (`Topology.nic_indices`): length `num_nics`.
 
     by_link: kind of link → bytes over all links of that kind. sent: to other ranks, from live slots. passed_on: to other ranks,
-    from staging. received: from other ranks. into_nics, out_of_nics: between nodes.
+    from staging. received: from other ranks. into_nics, out_of_nics: between nodes. from_backups: over no link, of
+    all ranks together.
     """
 
     by_link: Mapping[LinkKind, int]
@@ -24,6 +25,7 @@ class Traffic:
     received: tuple[int, ...]
     into_nics: tuple[int, ...]
     out_of_nics: tuple[int, ...]
+    from_backups: int = 0
 
     @property
     def bytes_in_a_row(self) -> int:
@@ -38,7 +40,7 @@ class Traffic:
         text = f"{within / 1e6:.1f} MB within nodes, {across / 1e6:.1f} MB between them"
         if across:
             text += f" (busiest NIC {max(self.into_nics) / 1e6:.1f} MB in, {max(self.out_of_nics) / 1e6:.1f} MB out)"
-        return text
+        return text + (f", {self.from_backups / 1e6:.1f} MB from backups" if self.from_backups else "")
 
 
 def traffic_of(copies: Sequence[Copy], topology: Topology, expert_bytes: Mapping[LayerRef, int]) -> Traffic:
@@ -48,7 +50,10 @@ def traffic_of(copies: Sequence[Copy], topology: Topology, expert_bytes: Mapping
     by_link = dict.fromkeys(LinkKind, 0)
     sent, passed_on, received = ([0] * topology.num_ranks for _ in range(3))
     into_nics, out_of_nics = [0] * topology.num_nics, [0] * topology.num_nics
+    from_backups = sum(expert_bytes[copy.layer] for copy in copies if copy.is_from_backup)
     for copy in copies:
+        if copy.is_from_backup:
+            continue
         source, target, size = position[copy.source_rank], position[copy.target_rank], expert_bytes[copy.layer]
         link = topology.link(source, target)
         by_link[link] += size
@@ -66,4 +71,5 @@ def traffic_of(copies: Sequence[Copy], topology: Topology, expert_bytes: Mapping
         received=tuple(received),
         into_nics=tuple(into_nics),
         out_of_nics=tuple(out_of_nics),
+        from_backups=from_backups,
     )
