@@ -31,8 +31,8 @@ from eplb_service.validation import Observation
 AS_LOADED = GenerationNumber(0)
 """Names the rows that the engine loaded by itself."""
 
-ROLLBACK, DRAIN = "rollback", "drain"
-ORDERED = frozenset({ROLLBACK, DRAIN})
+ROLLBACK, DRAIN, RESTORE = "rollback", "drain", "restore"
+ORDERED = frozenset({ROLLBACK, DRAIN, RESTORE})
 """What `Generation.policy` says where no policy was asked for balance: such a generation promises none, and is not judged."""
 
 
