@@ -233,7 +233,7 @@ def test_layers_of_real_width_take_one_move_for_every_expert_that_is_missing() -
     rows = []
     for _ in range(3):
         row = np.concatenate([random.permutation(256), random.permutation(256)[:32]])  # of 32 ranks, one of which is lost
-        rows.append(row[: 31 * 9])
+        rows.append(row[9:])
     table = Table("m", (0, 1, 2), 256, ranks, np.array(rows, np.int32))
     missing = len(table.uncovered())
     assert missing > 0
