@@ -67,7 +67,8 @@ def test_a_throttle_reaches_the_ranks_and_the_price_of_moves() -> None:
     assert load_config().config.rollout_settings() == RolloutSettings()
     config = load_config(flags={"transfer.bytes_per_s": "2e8", "transfer.time_share": "0.25"}).config
     assert config.rollout_settings() == RolloutSettings(throttle=Throttle(bytes_per_s=2e8, time_share=0.25))
-    assert config.given_costs() == GivenCosts(throttle=Throttle(bytes_per_s=2e8, time_share=0.25))
+    throttle = Throttle(bytes_per_s=2e8, time_share=0.25)
+    assert config.given_costs() == GivenCosts(throttle=throttle, commit_stall_s_max=0.01)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +87,12 @@ def test_a_throttle_that_would_never_end_is_refused_with_the_numbers(key: str, v
 
 
 def test_given_costs_reach_the_gate_and_the_others_are_left_to_be_measured() -> None:
-    assert load_config().config.given_costs() == GivenCosts()
+    assert load_config().config.given_costs() == GivenCosts(commit_stall_s_max=0.01)
     costs = load_config(flags=COST).config.given_costs()
     assert (costs.seconds_per_step, costs.horizon_steps, costs.bytes_per_s, costs.commit_stall_s) == (0.02, 1000, 1e9, 0.0)
     assert (costs.copy_interference, costs.cross_node_bytes_per_s) == (None, None)
     part = load_config(flags={"cost.cross_node_bytes_per_s": "2e9"}).config.given_costs()
-    assert part == GivenCosts(cross_node_bytes_per_s=2e9)
+    assert part == GivenCosts(cross_node_bytes_per_s=2e9, commit_stall_s_max=0.01)
 
 
 def test_validation_settings_reach_the_judge() -> None:
