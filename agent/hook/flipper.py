@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -27,7 +26,6 @@ class FlipBrokenError(EplbError):
 class _UnderWay:
     chunk_id: ChunkId
     prepared: PreparedFlip
-    stall_s: float
 
 
 class Flipper:
@@ -61,7 +59,6 @@ class Flipper:
             why = "a graph is being captured" if capturing else "nothing is staged for it"
             raise FlipBrokenError(f"chunk {stage.chunk_id:#x} must flip at boundary {boundary}, but {why}")
         reach("hook.flip.begin")
-        began = time.monotonic()
         facts = self._facts
         try:
             flip(
@@ -80,7 +77,7 @@ class Flipper:
         self.routed_digest = live_digest(self._digests)
         self.flips += 1
         with self._lock:
-            self._under_way = _UnderWay(stage.chunk_id, prepared, time.monotonic() - began)
+            self._under_way = _UnderWay(stage.chunk_id, prepared)
         reach("hook.flip.done")
         return prepared
 
@@ -91,4 +88,4 @@ class Flipper:
             if under_way is None or not under_way.prepared.copied_out.is_reached():
                 return None
             self._under_way = None
-        return under_way.chunk_id, under_way.stall_s
+        return under_way.chunk_id, under_way.prepared.stall_s

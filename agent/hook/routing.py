@@ -79,14 +79,20 @@ class LayerFlip:
 class PreparedFlip:
     """Everything that a flip needs, on the device.
 
-    checksums: (layer, local slot) → checksum of what lies in staging for it. ready: recorded on the staging stream;
-    copied_out: recorded after the flip's copies.
+    checksums: (layer, local slot) → checksum of what lies in staging for it. ready: recorded on the staging stream; begun,
+    copied_out: on the compute stream, before the flip and after it.
     """
 
     layers: tuple[LayerFlip, ...]
     checksums: Mapping[tuple[LayerRef, int], int] = field(default_factory=dict)
     ready: EventPair = field(default_factory=EventPair)
+    begun: EventPair = field(default_factory=EventPair)
     copied_out: EventPair = field(default_factory=EventPair)
+
+    @property
+    def stall_s(self) -> float:
+        """Time that the flip took of the compute stream, once `copied_out` is reached: the host only enqueues it."""
+        return self.copied_out.seconds_since(self.begun)
 
 
 def flip(
@@ -100,6 +106,7 @@ def flip(
 ) -> None:
     """Enqueue the whole flip on the compute stream; `prepared.copied_out` says when the device is through."""
     with streams.on_compute_stream(), torch.no_grad():
+        prepared.begun.record(streams, timed=True)
         prepared.ready.hold_current_stream(FLIP_TIMEOUT_S)
         for entry in prepared.layers:
             for slot, region in entry.staged:
@@ -108,7 +115,7 @@ def flip(
             entry.tables.write(tables[entry.layer])
             if entry.changed:
                 port.rederive(entry.layer, entry.changed)
-        prepared.copied_out.record(streams)
+        prepared.copied_out.record(streams, timed=True)
 
 
 def check_loaded(layer: LayerRef, tables: RoutingTables, row: Sequence[int]) -> None:
