@@ -199,9 +199,9 @@ class RecordingStreams(HostStreams):
     def on_side_stream(self) -> Any:
         return self._on("side")
 
-    def record(self) -> DeviceEvent:
-        self.calls.append("record")
-        return RecordingEvent(self.calls, f"event {self.calls.count('record')}")
+    def record(self, *, timed: bool = False) -> DeviceEvent:
+        self.calls.append("record timed" if timed else "record")
+        return RecordingEvent(self.calls, f"event {sum(call.startswith('record') for call in self.calls)}")
 
 
 class RecordingEvent:
@@ -216,6 +216,11 @@ class RecordingEvent:
 
     def hold_current_stream(self) -> None:
         self.calls.append(f"stream waits for {self.name}")
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        assert isinstance(earlier, RecordingEvent)
+        self.calls.append(f"from {earlier.name} to {self.name}")
+        return 0.25
 
 
 class RecordingPort:
@@ -243,12 +248,15 @@ def test_a_flip_waits_for_staging_writes_weights_tables_and_derived_tensors_then
     assert streams.calls == [
         "record",
         "enter compute",
+        "record timed",
         "stream waits for event 1",
         "rederive [2]",
-        "record",
+        "record timed",
         "leave compute",
     ]
     assert not prepared.copied_out.is_reached()  # the event after the copies decides, not the call's return
+    assert prepared.stall_s == 0.25  # what the compute stream stood still for, not what the host took to enqueue it
+    assert streams.calls[-1] == "from event 2 to event 3"
     assert torch.equal(made["weight"].data[2], made["weight"].data[0])
     assert tables.logical_to_physical.tolist() == [[0, 2], [1, -1]]
     assert tables.replica_counts.tolist() == [2, 1]

@@ -158,7 +158,7 @@ class Device(HostStreams):
 
         return side()
 
-    def record(self) -> DeviceEvent:
+    def record(self, *, timed: bool = False) -> DeviceEvent:  # noqa: ARG002  # of the interface
         self.calls.append("record")
         return _Waited(self.calls)
 
@@ -183,6 +183,9 @@ class _Waited:
 
     def hold_current_stream(self) -> None:
         self.calls.append("stream waits")
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        raise NotImplementedError("nothing of a transfer is timed by events")
 
 
 def test_handles_are_opened_once_and_a_source_says_that_staging_may_be_read_only_when_its_device_is_through() -> None:
