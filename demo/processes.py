@@ -31,6 +31,7 @@ class Supervised:
     """One process of the product, restarted when it dies.
 
     ready_file: written by the process once it serves; removed before every start.
+    program: what the arguments are for. restarts_max: deaths after which it is given up.
     """
 
     name: str
@@ -38,6 +39,8 @@ class Supervised:
     ready_file: Path
     log_file: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    program: Sequence[str] = (sys.executable, "-m", "eplb_service")
+    restarts_max: int = RESTARTS_MAX
     restarts: int = 0
     _process: subprocess.Popen[bytes] | None = None
 
@@ -46,7 +49,7 @@ class Supervised:
         self.ready_file.unlink(missing_ok=True)
         with self.log_file.open("ab") as log:
             self._process = subprocess.Popen(  # noqa: S603  (our own command, arguments made here)
-                [sys.executable, "-m", "eplb_service", *self.arguments],
+                [*self.program, *self.arguments],
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -64,7 +67,7 @@ class Supervised:
         """Restart it when it has died. Returns whether it had. Raises EnvironmentFault when it keeps dying."""
         if self._process is None or self._process.poll() is None:
             return False
-        if self.restarts >= RESTARTS_MAX:
+        if self.restarts >= self.restarts_max:
             raise EnvironmentFault(f"{self.name} died {self.restarts + 1} times; its last words:\n{self.last_words()}")
         self.restarts += 1
         self.start()

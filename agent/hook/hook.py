@@ -345,6 +345,8 @@ class Hook:
 
     def on_message(self, message: ToRank) -> None:
         """The planner says something (link thread)."""
+        if isinstance(message, Arm):
+            reach("hook.arm.received")
         self._dispatch_from_thread(ev.Received(message))
         if isinstance(message, Arm) and self._machine.state is ev.ChunkState.ARMED:
             reach("hook.armed")
