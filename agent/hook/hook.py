@@ -85,6 +85,8 @@ class Hook:
             facts.description.address, facts.shape, facts.live, weights_version=self._weights_version, off_reason="not started"
         )
         self._off["start"] = "not started"
+        self._put_off: ev.Flip | None = None
+        self._link_is_bound = False
         self._meeting: Meeting | None = None
         self._voter: Voter | None = None
         self._stager: Stager | None = None
@@ -193,7 +195,9 @@ class Hook:
     def _commit(self, *, capturing: bool) -> None:
         """See the last vote through, flip if it passed, cast the next: in this order, at the same boundary on all ranks."""
         boundary = self._boundary
-        self._poll_flip()
+        if not capturing:  # a query of an event would end the capture
+            self._flip_put_off()
+            self._poll_flip()
         self._look_at_weights(capturing=capturing)
         self._dispatch(ev.Boundary(boundary, self._weights_version))
         if self._voter is None or boundary % self._config.vote_period:
@@ -291,7 +295,16 @@ class Hook:
             case _:
                 raise BrokenInvariantError(f"no part of this hook can run {type(effect).__name__}")
 
+    def _flip_put_off(self) -> None:
+        """No pass runs while a graph is captured: a flip that was due then comes before the first that does."""
+        effect, self._put_off = self._put_off, None
+        if effect is not None:
+            self._flip(effect, capturing=False)
+
     def _flip(self, effect: ev.Flip, *, capturing: bool) -> None:
+        if capturing:
+            self._put_off = effect
+            return
         try:
             prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing)
         except FlipBrokenError as error:
@@ -363,6 +376,9 @@ class Hook:
 
     def on_tick(self) -> None:
         """Deadlines, the off switch, idleness and signs of life (link thread)."""
+        if not self._link_is_bound:  # this thread asks the device whether a flip is through
+            self._streams.bind_thread()
+            self._link_is_bound = True
         self._poll_flip()
         self._dispatch_from_thread(ev.Tick())
         self._check_switch()
