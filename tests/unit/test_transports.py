@@ -158,7 +158,7 @@ class Device(HostStreams):
 
         return side()
 
-    def record(self, *, timed: bool = False) -> DeviceEvent:  # noqa: ARG002  # of the interface
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         self.calls.append("record")
         return _Waited(self.calls)
 
