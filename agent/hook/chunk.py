@@ -340,7 +340,7 @@ class ChunkMachine:
                 self._stale_weights = True
                 self._unresolved(f"{reason} between the vote for chunk {self.open_id:#x} and its flip")
             else:
-                self._stale_weights = self._state is ChunkState.VOTING
+                self._stale_weights = self._state in (ChunkState.VOTING, ChunkState.UNRESOLVED)
                 self._doom(RefusalCode.WEIGHTS_VERSION, reason)
         self._expire(now)
 

@@ -162,6 +162,7 @@ class HookStatus:
     generations: what each layer routes by now. flipped_id: last chunk that became live. open_id: chunk under way, 0 = none.
     connected: to the agent process. reads_from: ranks whose memory experts are read from.
     staging_bytes: memory on the device that staging and sending take, allocated at the start and never again.
+    unreachable: experts, over all layers, that no rank of the group holds: while there are any, no request can be served.
     Counters run since the start. pauses, paused_s: how often and how long in all experts waited for the engine to be under less
     pressure.
     """
@@ -182,3 +183,4 @@ class HookStatus:
     staging_bytes: int = 0
     pauses: int = 0
     paused_s: float = 0.0
+    unreachable: int = 0

@@ -32,14 +32,19 @@ class Flipper:
     """Holds the one prepared flip of a rank. `flip` is called on the model thread, the rest on any."""
 
     def __init__(self, facts: EngineFacts, port: EnginePort, streams: Streams) -> None:
-        self._facts, self._port, self._streams = facts, port, streams
+        self._port, self._streams = port, streams
         self._lock = threading.Lock()
         self._prepared: PreparedFlip | None = None
         self._under_way: _UnderWay | None = None
+        self.flips = 0
+        self.enter(facts)
+
+    def enter(self, facts: EngineFacts) -> None:
+        """Be in a group whose ranks route by `facts.live`."""
+        self._facts = facts
         self._digests = {layer: live.digest for layer, live in facts.live.items()}
         self._generations = {layer: live.generation for layer, live in facts.live.items()}
         self.routed_digest = live_digest(self._digests)
-        self.flips = 0
 
     @property
     def generations(self) -> Mapping[LayerRef, GenerationNumber]:
@@ -51,8 +56,11 @@ class Flipper:
         with self._lock:
             self._prepared = prepared
 
-    def flip(self, stage: Stage, boundary: int, *, capturing: bool) -> PreparedFlip:
-        """Enqueue the flip on the compute stream. Raises FlipBrokenError when it cannot be, or broke half way."""
+    def flip(self, stage: Stage, boundary: int, *, capturing: bool, tables: bool = True) -> PreparedFlip:
+        """Enqueue the flip on the compute stream. Raises FlipBrokenError when it cannot be, or broke half way.
+
+        tables: write them too; not while the group forms again, which writes those of the new one.
+        """
         with self._lock:
             prepared = self._prepared
         if prepared is None or capturing:
@@ -67,7 +75,7 @@ class Flipper:
                 streams=self._streams,
                 tensors=facts.tensors,
                 layouts=facts.layouts,
-                tables=facts.tables,
+                tables=facts.tables if tables else None,
             )
         except Exception as error:
             reason = f"the flip of chunk {stage.chunk_id:#x} broke: {type(error).__name__}: {first_line(error)}"

@@ -7,36 +7,56 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from agent.engine.port import EnginePort, ReportsPressure
+from agent.engine.port import EnginePort, FormsAgain, OutcomeUnknownError, ReportsPressure
 from agent.frames import RegistrationAnswer
 from agent.hook import chunk_events as ev
 from agent.hook.chunk import ChunkMachine
 from agent.hook.config import HookConfig, HookStatus
 from agent.hook.flipper import FlipBrokenError, Flipper
+from agent.hook.forming import Forming, Place
 from agent.hook.link import Link
+from agent.hook.loaded_check import KnownExperts
 from agent.hook.outbox import Outbox
 from agent.hook.recorder import Recorder
-from agent.hook.routing import PreparedFlip
+from agent.hook.regroup import Agreement, ledger_after, uncovered
+from agent.hook.routing import FLIP_TIMEOUT_S, PreparedFlip, write_tables
 from agent.hook.stager import Stager, Weights
-from agent.hook.startup import EngineFacts, Meeting, inspect, meet
+from agent.hook.startup import EngineFacts, Meeting, gather, in_next_group, inspect, meet
 from agent.hook.vote import Voter
 from agent.transfer.backup import ExpertSource
-from agent.transfer.gloo import first_line
+from agent.transfer.gloo import GlooGroup, Store, first_line
 from agent.transfer.pace import Pressure
 from agent.transfer.streams import streams_for
 from eplb_service import __version__
-from eplb_service.control import PROTOCOL_VERSION_MIN, PROTOCOL_VERSION_OF_SHARES, Arm, Pulse, Registration, ToRank
-from eplb_service.errors import BrokenInvariantError, ConflictError, EnvironmentFault, InvalidInputError
+from eplb_service.control import (
+    CAPABILITY_RESTORE,
+    PROTOCOL_VERSION_MIN,
+    PROTOCOL_VERSION_OF_SHARES,
+    Arm,
+    Pulse,
+    Registration,
+    ToRank,
+)
+from eplb_service.errors import (
+    BrokenInvariantError,
+    ConflictError,
+    DeadlineError,
+    EnvironmentFault,
+    EplbError,
+    InvalidInputError,
+)
 from eplb_service.failpoints import reach
-from eplb_service.ids import ChunkId, LayerRef
+from eplb_service.ids import ChunkId, GroupId, LayerRef, RankId
 
 __all__ = ["Hook", "HookConfig", "HookStatus"]
 
 TICK_S = 0.2
+FLIP_POLL_S = 0.001
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +80,13 @@ class Hook:
         self._off: dict[str, str] = {}
         self._switched_off = config.off
         self._inert = config.off
-        self._stopped = ""
+        self._halt: tuple[type[EnvironmentFault], str] | None = None  # why no step may run, until the group forms again
+        self._broken = ""  # why not even then
+        self._is_member = False
+        self._formings = 0
+        self._forming: Forming | None = None
+        self._voting_in: GroupId | None = None
+        self._unreachable = 0
         self._weights_version = port.weights_version()
         self._was_idle = False
         self._pulse_due_s = 0.0
@@ -103,33 +129,63 @@ class Hook:
     # ── what the engine calls ────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Find the other ranks, allocate staging, start the threads. What fails here leaves the hook observe-only."""
+        """Find the other ranks, allocate staging, start the threads. What fails here leaves the hook observe-only.
+
+        A rank that joins takes the map of the others and writes its tables. Where that fails it must not serve: raises
+        EnvironmentFault, and may be started again for another group.
+        """
         self._check_switch()
+        if self._port.describe().joins:
+            self._join()
+            return
         self._meeting = meeting = meet(self._facts, self._config)  # kept: other ranks may still be on their way to our store
         problem = meeting.problem
         if not problem:
             try:
-                self._stager = self._make_stager(meeting)
+                self._stager = self._make_stager(self._facts, meeting.store)
                 with self._streams.on_compute_stream():
                     self._stager.weights_written(self._streams.record())
                 self._stager.start(self._weights_version, {layer: live.row for layer, live in self._facts.live.items()})
             except (EnvironmentFault, ConflictError) as error:
                 self._stager, problem = None, str(error)
-        if meeting.votes is not None:
-            self._voter = Voter(
-                meeting.votes, timeout_s=self._config.vote_timeout_s, on_resolved=self._on_resolved, on_off=self._on_vote_off
-            )
-            self._voter.start()
+        self._start_voting(meeting.votes)
+        self._is_member = True
         self._set_off("start", problem)
         if problem:
             logger.warning("hook.observing: nothing is moved on this rank: %s", problem)
         self._link.start()
 
+    def reform(self) -> None:
+        """The engine formed its group again: ranks were lost or joined. On the model thread, between two steps, on all ranks.
+
+        `port.describe` and `port.routing_tables` are of the new group. Returns with the tables written that all its ranks route
+        by; steps go on at a boundary that they agree on. Experts that no rank holds any more have no slot in them
+        (`HookStatus.unreachable`).
+
+        Raises EnvironmentFault when this rank must not serve on: no map is right for all ranks, or one did not come in time,
+        which is named. Then no step runs here, and the engine may form yet another group, of any ranks that are left.
+        Raises ConflictError when the hook was not started, or the port describes the group that was or another engine.
+        """
+        if not self._is_member:
+            raise ConflictError("a hook forms again after it was in a group: call start() first, also on a rank that joins")
+        if self._broken:
+            raise EnvironmentFault(self._broken)
+        facts = in_next_group(self._facts, self._port, self._config)
+        self._set_off("form", "the vote group forms again")
+        try:
+            self._leave_group()
+            self._form_group(facts)
+        except (EplbError, RuntimeError) as error:
+            raise self._not_formed(facts, error) from error
+        self._link.register_anew()
+
     def begin_step(self, *, num_real_tokens: int, warmup: bool = False) -> None:
         """A step boundary: votes, flips and windows happen here. num_real_tokens: without padding and dummies.
 
-        Raises EnvironmentFault when the outcome of a commit is unknown and this rank must not run another step; nothing else.
+        Raises EnvironmentFault when this rank must not run another step: as OutcomeUnknownError when the outcome of a commit is
+        unknown in an engine that forms its group again (`FormsAgain`). Nothing else.
         """
+        self._raise_if_halted()
         self._boundary += 1
         self._last_boundary_s = time.monotonic()
         capturing = False
@@ -138,7 +194,7 @@ class Hook:
             self._commit(capturing=capturing)
         except Exception as error:  # noqa: BLE001  # logged there; a step must not fail with the hook
             self._on_failure(error)
-        self._raise_if_stopped()
+        self._raise_if_halted()
         self._observe(num_real_tokens, warmup=warmup, capturing=capturing)
 
     def record(self, layer: LayerRef, experts: torch.Tensor) -> None:
@@ -188,6 +244,7 @@ class Hook:
                 staging_bytes=self._stager.num_bytes if self._stager is not None else 0,
                 pauses=self._pressure.pauses,
                 paused_s=self._pressure.paused_s,
+                unreachable=self._unreachable,
             )
 
     # ── a step boundary ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -204,7 +261,7 @@ class Hook:
             return
         self._voter.collect()
         self._dispatch(ev.FlipDue(boundary), capturing=capturing)
-        if self._stopped or self._voter.is_off:
+        if self._halt is not None or self._voter.is_off:
             return
         self._dispatch(ev.VoteDue(boundary))
 
@@ -221,9 +278,13 @@ class Hook:
         logger.error("hook.failed at boundary %d", self._boundary, exc_info=error)
         reason = f"the hook failed at boundary {self._boundary}: {type(error).__name__}: {first_line(error)}"
         with self._lock:
-            undecided = self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED, ev.ChunkState.FLIPPING)
+            state = self._machine.state
+        undecided = state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED, ev.ChunkState.FLIPPING)
         if undecided and self._cast_at != self._boundary:
-            self._stop(f"{reason}; the chunk under way cannot be flipped here as it may be elsewhere")
+            self._stop(
+                f"{reason}; the chunk under way cannot be flipped here as it may be elsewhere",
+                for_good=state is ev.ChunkState.FLIPPING,
+            )
         else:
             self._set_off("failure", reason)
         if self._voter is not None and self._boundary % self._config.vote_period == 0 and self._cast_at != self._boundary:
@@ -306,10 +367,10 @@ class Hook:
             self._put_off = effect
             return
         try:
-            prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing)
+            prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing, tables=self._forming is None)
         except FlipBrokenError as error:
             logger.exception("hook.flip failed")
-            self._stop(str(error))
+            self._stop(str(error), for_good=True)
             return
         if self._stager is not None:
             self._stager.note_flip(effect.stage, prepared.checksums)
@@ -321,15 +382,171 @@ class Hook:
             finished = self._flipper.finished()
             if finished is not None:
                 self._dispatch(ev.FlipDone(*finished))
+                self._unreachable = uncovered(self._machine.live, self._facts.shape.layers)
 
-    def _stop(self, reason: str) -> None:
-        self._stopped = reason
+    def _stop(self, reason: str, *, for_good: bool = False) -> None:
+        """No step may run here: until the group forms again, where the engine can do that, unless it is for good."""
         logger.critical("hook.stopped: %s", reason)
+        if for_good:
+            self._broken = reason
+        if isinstance(self._port, FormsAgain) and self._port.can_reform and not for_good:
+            self._halt = (OutcomeUnknownError, reason)
+            return
+        self._halt = (EnvironmentFault, reason)
         self._port.fail_stop(reason)
 
-    def _raise_if_stopped(self) -> None:
-        if self._stopped:
-            raise EnvironmentFault(self._stopped)
+    def _raise_if_halted(self) -> None:
+        if self._halt is not None:
+            error, reason = self._halt
+            raise error(reason)
+
+    # ── another group ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _join(self) -> None:
+        """The start of a rank that joins a group that serves."""
+        if self._is_member:
+            raise ConflictError("this hook is started; call reform() when its group has formed again")
+        facts = inspect(self._port, self._config)
+        try:
+            self._form_group(facts)
+        except (EplbError, RuntimeError) as error:
+            raise self._not_formed(facts, error) from error
+        self._link.start()
+
+    def _not_formed(self, facts: EngineFacts, error: Exception) -> EnvironmentFault:
+        reason = f"group {facts.description.address.group_id:#x} did not form: {first_line(error)}"
+        logger.error("hook.not_formed: %s", reason)
+        if self._halt is None or self._halt[0] is not OutcomeUnknownError:
+            self._halt = (EnvironmentFault, f"{reason}; form another group, or restart the engine")
+        return EnvironmentFault(reason)
+
+    def _leave_group(self) -> None:
+        """Give up votes and copies of the group that was. What was voted for stays in staging."""
+        with self._lock:
+            voter, self._voter, self._voting_in = self._voter, None, None
+        if voter is not None:
+            voter.abandon()
+        self._weights_version = self._port.weights_version()
+        self._dispatch(ev.Boundary(max(self._boundary, 0), self._weights_version))
+        self._dispatch(ev.GroupEnded())
+        self._until_flipped()
+        timeout_s = self._config.rendezvous_timeout_s
+        if self._stager is not None and not self._stager.rest(timeout_s):
+            raise DeadlineError(f"a cancelled copy did not end within {timeout_s:g} s, so staging cannot be used again")
+
+    def _until_flipped(self) -> None:
+        """Wait for the device, which a flip was given to. Raises DeadlineError when it does not end."""
+        until = time.monotonic() + FLIP_TIMEOUT_S
+        while self._machine.state is ev.ChunkState.FLIPPING and not self._broken:
+            self._poll_flip()
+            if time.monotonic() > until:
+                raise DeadlineError(f"the flip of chunk {self._machine.open_id:#x} did not end within {FLIP_TIMEOUT_S:g} s")
+            time.sleep(FLIP_POLL_S)
+
+    def _form_group(self, facts: EngineFacts) -> None:
+        """Agree with all ranks of the group on the map and go on in it; until then this rank stays where it stands."""
+        config, description, shape = self._config, facts.description, facts.shape
+        place = Place(machine=self._machine, formings=self._formings) if self._is_member else None
+        self._forming = None  # of an earlier try, with the store that it hosts
+        forming = self._forming = Forming(description, place, timeout_s=config.rendezvous_timeout_s)
+        agreement = forming.agree(config.vote_period)
+        forming.done(self._flip_if_decided(agreement, description.address.rank_id))
+        live = forming.live(shape.layers, weighted=shape.weighted)
+        write_tables(
+            live,
+            facts.tables,
+            shape.layers,
+            width=shape.replica_table_width,
+            device=facts.device,
+            streams=self._streams,
+        )
+        known = forming.known(
+            self._stager.known.of(self._weights_version) if self._stager is not None else KnownExperts(self._weights_version)
+        )
+        facts = replace(facts, live=live, problem=self._staging_problem(facts, forming.store))
+        votes: GlooGroup | None = None
+        try:
+            votes = gather(forming.store, facts, config)
+            problem = facts.problem
+        except ConflictError as error:
+            problem = str(error)
+        if self._stager is not None and not problem:
+            self._stager.form_again(shape, description.nodes, forming.store, known, self._weights_version)
+        self._enter_group(facts, agreement, Meeting(forming.store, votes, problem))
+
+    def _staging_problem(self, facts: EngineFacts, store: Store) -> str:
+        """Why this rank can move nothing; on one that joins, staging is allocated here."""
+        if self._stager is not None or self._is_member:
+            return "" if self._stager is not None else self._off.get("start") or facts.problem or "it observes only"
+        if facts.problem:
+            return facts.problem
+        try:
+            self._stager = self._make_stager(facts, store)
+            with self._streams.on_compute_stream():
+                self._stager.weights_written(self._streams.record())
+        except EnvironmentFault as error:
+            return str(error)
+        return ""
+
+    def _flip_if_decided(self, agreement: Agreement, rank_id: RankId) -> str:
+        """Flip the weights of the chunk that others flipped; why that could not be, empty when it could."""
+        if rank_id not in agreement.reformed.flips:
+            return ""
+        self._dispatch(ev.GroupFormed(flips=True, boundary=agreement.reformed.boundary))
+        self._until_flipped()
+        return self._broken
+
+    def _enter_group(self, facts: EngineFacts, agreement: Agreement, meeting: Meeting) -> None:
+        """Everything is agreed: be a rank of the new group."""
+        address = facts.description.address
+        with self._lock:
+            before = self._machine
+            if before.state is ev.ChunkState.UNRESOLVED:
+                self._dispatch(ev.GroupFormed(flips=False, boundary=agreement.reformed.boundary))
+            self._off |= {"start": meeting.problem, "vote": "", "form": ""}
+            ledger = ledger_after(
+                agreement,
+                address,
+                facts.live,
+                weights_version=self._weights_version,
+                off_reason=next((reason for reason in self._off.values() if reason), ""),
+                before=before.ledger if self._is_member else None,
+            )
+            self._facts = facts
+            self._machine = ChunkMachine(
+                address, facts.shape, {}, weights_version=self._weights_version, off_reason="", ledger=ledger
+            )
+            self._machine.refusals.update(before.refusals)
+            self._flipper.enter(facts)
+            self._flipper.hold(None)
+            self._boundary, self._cast_at = agreement.reformed.boundary - 1, -1
+            self._formings, self._is_member, self._meeting = agreement.formings, True, meeting
+            self._unreachable = uncovered(facts.live, facts.shape.layers)
+            self._forming, self._halt = None, None
+        if self._recorder is not None:
+            self._recorder.enter(address)
+        self._start_voting(meeting.votes)
+        logger.info(
+            "hook.formed: group %#x of ranks %s, boundary %d, %d experts unreachable",
+            address.group_id,
+            list(facts.shape.group_rank_ids),
+            self._boundary + 1,
+            self._unreachable,
+        )
+        if meeting.problem:
+            logger.warning("hook.observing: nothing is moved on this rank: %s", meeting.problem)
+
+    def _start_voting(self, votes: GlooGroup | None) -> None:
+        if votes is None:
+            return
+        group = self._voting_in = self._facts.description.address.group_id
+        self._voter = Voter(
+            votes,
+            timeout_s=self._config.vote_timeout_s,
+            on_resolved=lambda chunk, outcome, detail: self._on_resolved(group, chunk, outcome, detail),
+            on_off=lambda reason: self._on_vote_off(group, reason),
+        )
+        self._voter.start()
 
     # ── from other threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -340,16 +557,20 @@ class Hook:
         except BrokenInvariantError as error:
             logger.exception("hook.failed")
             if self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED):
-                self._stop(str(error))
+                self._stop(str(error), for_good=True)
             else:
                 self._set_off("failure", first_line(error))
 
-    def _on_resolved(self, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
-        self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail))
+    def _on_resolved(self, group: GroupId, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
+        with self._lock:
+            if self._voting_in == group:
+                self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail))
 
-    def _on_vote_off(self, reason: str) -> None:
-        logger.warning("hook.vote_off: %s", reason)
-        self._set_off("vote", reason)
+    def _on_vote_off(self, group: GroupId, reason: str) -> None:
+        with self._lock:
+            if self._voting_in == group:
+                logger.warning("hook.vote_off: %s", reason)
+                self._set_off("vote", reason)
 
     def _on_staging_end(self, end: ev.StagingDone | ev.StagingFailed, prepared: PreparedFlip | None) -> None:
         with self._lock:
@@ -411,19 +632,20 @@ class Hook:
             staging_bytes=config.staging_bytes if self._stager is not None else 0,
             replica_table_width=description.replica_table_width,
             weights_version=self._weights_version,
+            capabilities=(CAPABILITY_RESTORE,) if self._sources and self._stager is not None else (),
             protocol_min=PROTOCOL_VERSION_OF_SHARES if self._facts.shape.weighted else PROTOCOL_VERSION_MIN,
         )
 
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_stager(self, meeting: Meeting) -> Stager:
-        facts, config = self._facts, self._config
+    def _make_stager(self, facts: EngineFacts, store: Store | None) -> Stager:
+        config = self._config
         return Stager(
             shape=facts.shape,
             nodes=facts.description.nodes,
             weights=Weights(tensors=facts.tensors, layouts=facts.layouts, device=facts.device),
             budget_bytes=config.staging_bytes,
-            store=meeting.store,
+            store=store,
             ways=config.ways,
             streams=self._streams,
             rendezvous_timeout_s=config.rendezvous_timeout_s,

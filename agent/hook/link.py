@@ -59,6 +59,10 @@ class _LinkLostError(Exception):
     """This connection is over."""
 
 
+class _RegistersAnewError(Exception):
+    """The rank is in another group: it connects again to say so."""
+
+
 class Link:
     """One hook's connection. `wake` may be called from any thread."""
 
@@ -78,6 +82,7 @@ class Link:
         self._windows_unsent = 0
         self._received = bytearray()
         self._poked = False
+        self._registers_anew = False
         self.is_connected = False
         self._thread = threading.Thread(target=self._run, name="eplb-link", daemon=True)
 
@@ -89,6 +94,11 @@ class Link:
         """There is something to send. Costs a system call only when the thread does not know yet."""
         if self.is_connected and not self._poked:
             self._poke()
+
+    def register_anew(self) -> None:
+        """What `LinkOwner.registration` says has changed: connect again and say it. From any thread."""
+        self._registers_anew = True
+        self._poke()
 
     def _poke(self) -> None:
         self._poked = True
@@ -111,6 +121,8 @@ class Link:
                 with self._connect() as connection:
                     pause_s = RECONNECT_MIN_S
                     self._serve(connection)
+            except _RegistersAnewError:
+                pause_s = 0.0
             except (_LinkLostError, OSError, InvalidInputError) as error:
                 self._say(f"no agent process at {self._path}: {error}; start `eplb agent` on this node (the engine serves on)")
             except Exception:
@@ -120,7 +132,7 @@ class Link:
                 self._outbox.detach(windows_unsent=self._windows_unsent)
                 self._windows_unsent = 0
             self._pause(pause_s)
-            pause_s = min(pause_s * 2, self._reconnect_max_s)
+            pause_s = min(max(pause_s * 2, RECONNECT_MIN_S), self._reconnect_max_s)
 
     def _say(self, reason: str) -> None:
         if reason != self._said and not self._closing.is_set():
@@ -149,6 +161,8 @@ class Link:
                 self._refill()
             if self._closing.is_set() and (not attached or not self._unsent):
                 return
+            if self._registers_anew and attached:
+                raise _RegistersAnewError
             if not attached and time.monotonic() > welcome_by:
                 raise _LinkLostError(f"it took the connection but said nothing for {WELCOME_TIMEOUT_S:g} s")
             ready = self._wait(self._until_tick(), connection)
@@ -201,6 +215,7 @@ class Link:
                     f"it is of release {message.version}, this hook of {self._release}; install the same release on both sides"
                 )
             case Welcome():
+                self._registers_anew = False
                 self._unsent += encode(self._owner.registration())
                 self._outbox.attach()
                 self.is_connected = True

@@ -7,9 +7,11 @@ compare what they loaded before anything may be moved; what differs leaves them 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from agent.hook.stage_check import RankShape
 from agent.transfer.backup import KnownChecksums
@@ -21,6 +23,37 @@ Rows = Mapping[LayerRef, Sequence[int]]
 Checksums = Mapping[LayerRef, Sequence[int]]
 
 SLOTS_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class KnownExperts:
+    """Checksums of all experts of the model as ranks loaded them: what a backup must equal. They outlive every copy.
+
+    weights_version: that they are of. checksums: by layer and expert; empty = nobody knows.
+    """
+
+    weights_version: int = 0
+    checksums: KnownChecksums = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Hex; empty when nothing is known."""
+        return hashlib.blake2b(self.to_json().encode(), digest_size=16).hexdigest() if self.checksums else ""
+
+    def of(self, weights_version: int) -> KnownExperts:
+        """The same for the weights that they are of; for others nothing is known."""
+        return self if self.weights_version == weights_version else KnownExperts(weights_version)
+
+    def to_json(self) -> str:
+        """As ranks tell it to one that joins."""
+        layers = [[layer.model, layer.layer_id, sorted(self.checksums[layer].items())] for layer in sorted(self.checksums)]
+        return json.dumps([self.weights_version, layers], separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> KnownExperts:
+        """The way back."""
+        version, layers = json.loads(text)
+        return cls(version, {LayerRef(model, layer_id): dict(pairs) for model, layer_id, pairs in layers})
 
 
 def check_loaded_slots(

@@ -134,6 +134,14 @@ def check_layer(
             f"layer {layer}: expert tensors {[t.name for t in layout.tensors]} hold {layout.expert_bytes} bytes an expert, the"
             f" engine says {info.expert_bytes}; a tensor is missing or declared twice"
         )
+    check_tables(layer, info, tables, num_physical, width, weighted=weighted)
+    return layout
+
+
+def check_tables(
+    layer: LayerRef, info: LayerInfo, tables: RoutingTables, num_physical: int, width: int, *, weighted: bool
+) -> None:
+    """Raises InvalidInputError when a table is not of the type and shape that rows of `num_physical` slots need."""
     wanted = {
         "physical_to_logical": (num_physical,),
         "logical_to_physical": (info.num_logical, width),
@@ -152,18 +160,21 @@ def check_layer(
             f"layer {layer}: the engine dispatches by shares, so table replica_shares must be float32 of shape"
             f" {(info.num_logical, width)}; it is {found}"
         )
-    return layout
 
 
 def check_initial_row(
-    layer: LayerRef, info: LayerInfo, row: np.ndarray[tuple[int], np.dtype[np.int32]], num_physical: int
+    layer: LayerRef, info: LayerInfo, row: np.ndarray[tuple[int], np.dtype[np.int32]], num_physical: int, *, joins: bool
 ) -> None:
-    """Raises InvalidInputError when the row that the engine says it loaded cannot be one."""
+    """Raises InvalidInputError when the row that the engine says it loaded cannot be one. joins: it may hold nothing."""
     if row.shape != (num_physical,) or row.min(initial=0) < -1 or row.max(initial=0) >= info.num_logical:
         raise InvalidInputError(
             f"layer {layer}: the loaded row must name experts -1 to {info.num_logical - 1} in {num_physical} slots;"
             f" it has {row.size} slots and ids {int(row.min(initial=0))} to {int(row.max(initial=0))}"
         )
-    missing = sorted(set(range(info.num_logical)) - set(row.tolist()))
+    if joins and int(row.max(initial=-1)) >= 0:
+        raise InvalidInputError(
+            f"layer {layer}: a rank that joins has empty slots, so its row is -1 everywhere; it names expert {int(row.max())}"
+        )
+    missing = [] if joins else sorted(set(range(info.num_logical)) - set(row.tolist()))
     if missing:
         raise InvalidInputError(f"layer {layer}: {len(missing)} experts were loaded into no slot, the first is {missing[0]}")

@@ -149,6 +149,11 @@ class Recorder:
                 table.current.zero_()
                 table.window.zero_()
 
+    def enter(self, address: Address) -> None:
+        """Go on in another group, whose windows begin with its first step."""
+        self.pause()
+        self._address = address
+
     def poll(self) -> None:
         """Hand over windows whose copy has reached the host. Never waits."""
         while self._flushed and self._flushed[0].event.is_reached():

@@ -53,6 +53,15 @@ def _until_listening(host: str, port: int, until: float) -> None:
             return
 
 
+LOADED, JOINS, STAYS = "loaded", "joins", "stays"
+"""How a rank comes into a group: with what it loaded, with empty slots, or from a group that was."""
+
+
+def come(store: Store, description: EngineDescription, how: str) -> None:
+    """Tell the others how this rank comes into the group."""
+    store.set(f"comes/{description.address.rank_id}", how)
+
+
 Parts = Mapping[str, Mapping[str, str]]
 
 

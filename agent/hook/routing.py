@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from agent.engine.port import EnginePort, RoutingTables, SlotTensor
+from agent.hook.stage_check import LayerShape
 from agent.transfer.staging import ExpertLayout, Region
 from agent.transfer.streams import EventPair, Streams
+from eplb_service.control import LiveLayer
 from eplb_service.errors import InvalidInputError
 from eplb_service.ids import LayerRef
 from eplb_service.placement import logical_to_physical
@@ -102,9 +104,12 @@ def flip(
     streams: Streams,
     tensors: Mapping[LayerRef, Mapping[str, SlotTensor]],
     layouts: Mapping[LayerRef, ExpertLayout],
-    tables: Mapping[LayerRef, RoutingTables],
+    tables: Mapping[LayerRef, RoutingTables] | None,
 ) -> None:
-    """Enqueue the whole flip on the compute stream; `prepared.copied_out` says when the device is through."""
+    """Enqueue the whole flip on the compute stream; `prepared.copied_out` says when the device is through.
+
+    tables: None = weights only.
+    """
     with streams.on_compute_stream(), torch.no_grad():
         prepared.begun.record(streams, timed=True)
         prepared.ready.hold_current_stream(FLIP_TIMEOUT_S)
@@ -112,10 +117,31 @@ def flip(
             for slot, region in entry.staged:
                 layouts[entry.layer].unpack(region.device, tensors[entry.layer], slot)
         for entry in prepared.layers:
-            entry.tables.write(tables[entry.layer])
+            if tables is not None:
+                entry.tables.write(tables[entry.layer])
             if entry.changed:
                 port.rederive(entry.layer, entry.changed)
         prepared.copied_out.record(streams, timed=True)
+
+
+def write_tables(
+    live: Mapping[LayerRef, LiveLayer],
+    tables: Mapping[LayerRef, RoutingTables],
+    layers: Mapping[LayerRef, LayerShape],
+    *,
+    width: int,
+    device: torch.device,
+    streams: Streams,
+) -> None:
+    """Write the tables of all layers for a map, in place, and wait for the device. Experts without a slot get none.
+
+    Raises InvalidInputError when an expert has more than `width` replicas.
+    """
+    with streams.on_compute_stream(), torch.no_grad():
+        for layer, known in live.items():
+            derived = LayerTables.derive(known.row, layers[layer].num_logical, width, device, shares=known.shares)
+            derived.write(tables[layer])
+        streams.record().wait_host()
 
 
 def check_loaded(layer: LayerRef, tables: RoutingTables, row: Sequence[int]) -> None:

@@ -17,11 +17,11 @@ import torch
 
 from agent.engine.port import SlotTensor
 from agent.hook.chunk_events import NO_CHUNK, BeginStaging, StagingDone, StagingFailed
-from agent.hook.loaded_check import Rows, check_loaded_slots
+from agent.hook.loaded_check import KnownExperts, Rows, check_loaded_slots
 from agent.hook.routing import LayerFlip, LayerTables, PreparedFlip
 from agent.hook.stage_check import RankShape, local_changes
 from agent.transfer import transports
-from agent.transfer.backup import BackupRead, ExpertSource, KnownChecksums
+from agent.transfer.backup import BackupRead, ExpertSource
 from agent.transfer.checksum import slot_checksums
 from agent.transfer.chunk_transfer import ChunkTransfer
 from agent.transfer.gloo import Store, first_line, local_store
@@ -74,34 +74,24 @@ class Stager:
         pressure: Pressure | None = None,
         sources: Sequence[ExpertSource] = (),
     ) -> None:
-        self._shape, self._weights, self._streams, self._clock, self._on_end = shape, weights, streams, clock, on_end
-        self._store = store
+        self._weights, self._streams, self._clock, self._on_end = weights, streams, clock, on_end
         self._rendezvous_timeout_s = rendezvous_timeout_s
         self._ways, self._pressure, self._sources = ways, pressure, tuple(sources)
-        self._known: KnownChecksums = {}
-        self._known_of: int | None = None
+        self._known = KnownExperts()
         allocate = allocate_shared if ways.same_node == "read" else None
         self._staging = Staging(budget_bytes, weights.layouts, weights.device, streams, allocate=allocate)
         self._ring = SendRing.allocate(weights.layouts, weights.device, streams)
         self._checksums: dict[LayerRef, list[int]] = {}
         self._checksums_of: int | None = None
         self._weights_ready: DeviceEvent | None = None
-        self._rank = LocalRank(
-            rank_id=shape.rank_id,
-            group_rank_ids=shape.group_rank_ids,
-            nodes=nodes,
-            tensors=weights.tensors,
-            layouts=weights.layouts,
-            checksums=self._checksums,
-        )
-        self._position = shape.group_rank_ids.index(shape.rank_id)
-        self._transports = transports.sending(self._rank, self._ring, streams)
-        self._transfer = self._make_transfer()
+        self._enter(shape, nodes, store)
         self._lock = threading.Lock()
         self._mesh: GlooMesh | None = None
         self._spent_mesh_id = NO_CHUNK  # mesh ids only grow, as chunk ids do
         self._cancelled: set[ChunkId] = set()
         self._busy_with: ChunkId | None = None
+        self._at_rest = threading.Event()
+        self._at_rest.set()
         self._queue: queue.SimpleQueue[tuple[BeginStaging, Mapping[LayerRef, tuple[int, ...]]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="eplb-stage", daemon=True)
 
@@ -115,15 +105,43 @@ class Stager:
         rows: what was loaded, by layer. Raises ConflictError when a slot does not hold what they say, DeadlineError when a rank
         of the group does not say in time what memory it shares, or what it loaded.
         """
-        if self._store is not None:
-            self._transports = transports.meet(
-                self._ways, self._store, self._rank, self._staging, self._ring, self._streams, self._rendezvous_timeout_s
-            )
+        self._meet()
         self._compute_checksums(weights_version)
         known = check_loaded_slots(self._store, self._shape, rows, self._checksums, self._rendezvous_timeout_s)
-        self._known, self._known_of = known, weights_version
-        self._transfer = self._make_transfer()
+        self._know(KnownExperts(weights_version, known))
         self._thread.start()
+
+    def rest(self, timeout_s: float) -> bool:
+        """Cancel the copy under way and wait until it ended and was told of; whether it did. Connections are given up."""
+        with self._lock:
+            busy = self._busy_with
+        if busy is not None:
+            self.cancel(busy)
+        if not self._at_rest.wait(timeout_s):
+            return False
+        self._drop_mesh()
+        return True
+
+    def form_again(
+        self, shape: RankShape, nodes: tuple[str, ...], store: Store, known: KnownExperts, weights_version: int
+    ) -> None:
+        """Go on in another group, at `rest`, with the same memory and the checksums of the slots as they are.
+
+        On a rank that joins this is the start. known: what the ranks of the group know together. Raises DeadlineError when a
+        rank does not say in time what memory it shares.
+        """
+        self._enter(shape, nodes, store)
+        self._meet()
+        if self._checksums_of is None:
+            self._compute_checksums(weights_version)
+        self._know(known)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    @property
+    def known(self) -> KnownExperts:
+        """What every expert must be when it comes from a backup."""
+        return self._known
 
     @property
     def num_bytes(self) -> int:
@@ -139,6 +157,7 @@ class Stager:
         """Copy a chunk. old_rows: live row of each of its layers."""
         with self._lock:
             self._busy_with = order.stage.chunk_id
+            self._at_rest.clear()
         self._queue.put((order, old_rows))
 
     def cancel(self, chunk: ChunkId) -> None:
@@ -167,8 +186,35 @@ class Stager:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
+    def _enter(self, shape: RankShape, nodes: tuple[str, ...], store: Store | None) -> None:
+        """Be a rank of a group; experts are sent until its ranks have met."""
+        self._shape, self._store = shape, store
+        self._position = shape.group_rank_ids.index(shape.rank_id)
+        self._rank = LocalRank(
+            rank_id=shape.rank_id,
+            group_rank_ids=shape.group_rank_ids,
+            nodes=nodes,
+            tensors=self._weights.tensors,
+            layouts=self._weights.layouts,
+            checksums=self._checksums,
+        )
+        self._transports = transports.sending(self._rank, self._ring, self._streams)
+        self._transfer = self._make_transfer()
+
+    def _meet(self) -> None:
+        """Find out with the other ranks by which ways experts go."""
+        if self._store is not None:
+            self._transports = transports.meet(
+                self._ways, self._store, self._rank, self._staging, self._ring, self._streams, self._rendezvous_timeout_s
+            )
+            self._transfer = self._make_transfer()
+
+    def _know(self, known: KnownExperts) -> None:
+        self._known = known
+        self._transfer = self._make_transfer()
+
     def _make_transfer(self) -> ChunkTransfer:
-        backup = BackupRead(self._sources, self._known, self._weights.layouts)
+        backup = BackupRead(self._sources, self._known.checksums, self._weights.layouts)
         ways = (backup, *self._transports.all)
         return ChunkTransfer(self._rank, self._staging, ways, self._streams, self._clock, self._pressure)
 
@@ -183,7 +229,12 @@ class Stager:
                 self._busy_with = None
                 self._cancelled.discard(order.stage.chunk_id)
             reach("hook.staging.done")
-            self._on_end(end, prepared)
+            try:
+                self._on_end(end, prepared)
+            finally:
+                with self._lock:
+                    if self._busy_with is None:
+                        self._at_rest.set()
 
     def _stage(
         self, order: BeginStaging, old_rows: Mapping[LayerRef, tuple[int, ...]]
@@ -195,9 +246,8 @@ class Stager:
             reach("hook.staging.begin")
             if self._checksums_of != stage.weights_version:
                 self._compute_checksums(stage.weights_version)
-            if self._known and self._known_of != stage.weights_version:
-                self._known = {}  # no backup holds these weights
-                self._transfer = self._make_transfer()
+            if self._known.checksums and self._known.weights_version != stage.weights_version:
+                self._know(self._known.of(stage.weights_version))  # no backup holds these weights
             mesh = self._mesh_for(stage, order.deadline)
             reach("hook.staging.connected")
             staged, received = self._transfer.run(stage, mesh, order.deadline)

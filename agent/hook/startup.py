@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -12,14 +12,14 @@ import torch
 from agent.engine.port import EngineDescription, EnginePort, RoutingTables, SlotTensor, TensorKind
 from agent.hook import rendezvous
 from agent.hook.config import HookConfig
-from agent.hook.manifest import check_initial_row, check_layer, manifest_facts, model_infos, settled, shared_facts
+from agent.hook.manifest import check_initial_row, check_layer, check_tables, manifest_facts, model_infos, settled, shared_facts
 from agent.hook.routing import LayerTables, check_loaded, loaded_shares
 from agent.hook.stage_check import LayerShape, RankShape
 from agent.transfer.gloo import GlooGroup, Store, first_line, prefixed
 from agent.transfer.staging import ExpertLayout
-from eplb_service.control import LiveLayer, ModelInfo
+from eplb_service.control import LayerInfo, LiveLayer, ModelInfo
 from eplb_service.dispatch import Dispatch
-from eplb_service.errors import EplbError, InvalidInputError
+from eplb_service.errors import ConflictError, DeadlineError, EplbError, InvalidInputError
 from eplb_service.generation import AS_LOADED
 from eplb_service.ids import LayerRef
 from eplb_service.placement import row_digest
@@ -72,15 +72,16 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
     weighted = description.dispatch == Dispatch.WEIGHTED
     for layer, info in infos.items():
         row, num_physical = rows.get(layer, np.empty(0, np.int32)), info.slots * num_ranks
-        check_initial_row(layer, info, row, num_physical)
+        check_initial_row(layer, info, row, num_physical, joins=description.joins)
         entries = tuple(int(expert) for expert in row)
         shares = as_values(even_shares(row[None], info.num_logical)[0]) if weighted else None
         width = description.replica_table_width
         try:
             layouts[layer] = check_layer(layer, info, tensors[layer], tables[layer], num_physical, width, weighted=weighted)
-            check_loaded(layer, tables[layer], entries)
+            if not description.joins:  # whose tables are written once it knows the map
+                check_loaded(layer, tables[layer], entries)
             LayerTables.derive(entries, info.num_logical, width, torch.device("cpu"), shares=shares)
-            if weighted:
+            if weighted and not description.joins:
                 shares = loaded_shares(layer, tables[layer], entries, info.num_logical)
         except InvalidInputError as error:
             problem = problem or str(error)
@@ -109,6 +110,52 @@ def inspect(port: EnginePort, config: HookConfig) -> EngineFacts:
         problem=problem or _staging_problem(shape),
         nic=_nic(description, config.nics),
     )
+
+
+def in_next_group(facts: EngineFacts, port: EnginePort, config: HookConfig) -> EngineFacts:
+    """The same engine in the group that its port describes now, with that group's tables; `live` is still the old one.
+
+    Raises ConflictError when the port describes the group that was, or another engine; InvalidInputError when its tables cannot
+    hold rows of the new group.
+    """
+    before, after = facts.description, port.describe()
+    infos = {LayerRef(model.name, info.layer_id): info for model in after.models for info in model.layers}
+    _check_description(after, infos.keys())
+    _check_same_engine(before, after)
+    tables = {layer: port.routing_tables(layer) for layer in infos}
+    for layer, info in infos.items():
+        num_physical, width = info.slots * len(after.group_rank_ids), after.replica_table_width
+        check_tables(layer, info, tables[layer], num_physical, width, weighted=facts.shape.weighted)
+    return replace(
+        facts,
+        description=after,
+        tables=tables,
+        shape=replace(facts.shape, group_rank_ids=after.group_rank_ids),
+        nic=_nic(after, config.nics),
+    )
+
+
+def _check_same_engine(before: EngineDescription, after: EngineDescription) -> None:
+    if after.address.group_id == before.address.group_id:
+        raise ConflictError(
+            f"the engine describes group {after.address.group_id:#x}, in which this rank is already: describe the next group,"
+            " with an id of its own, before the hook forms again"
+        )
+    same = {
+        "rank": (before.address.rank_id, after.address.rank_id),
+        "incarnation": (before.address.incarnation, after.address.incarnation),
+        "deployment": (before.deployment, after.deployment),
+        "layers": (_layers_of(before), _layers_of(after)),
+        "dispatch": (before.dispatch, after.dispatch),
+        "replica table width": (before.replica_table_width, after.replica_table_width),
+    }
+    for name, (was, is_now) in same.items():
+        if was != is_now:
+            raise ConflictError(f"the {name} of an engine stays when its group forms again; it was {was}, now it is {is_now}")
+
+
+def _layers_of(description: EngineDescription) -> list[tuple[str, str, tuple[LayerInfo, ...]]]:
+    return [(model.name, model.digest, model.layers) for model in description.models]
 
 
 def _check_description(description: EngineDescription, layers: object) -> None:
@@ -172,21 +219,31 @@ class Meeting:
 
 def meet(facts: EngineFacts, config: HookConfig) -> Meeting:
     """Find the other ranks, compare what all must share, form the vote group. Never raises for what a peer does."""
+    store: Store | None = None
+    try:
+        store = rendezvous.open_store(facts.description, config.rendezvous_timeout_s)
+        rendezvous.come(store, facts.description, rendezvous.LOADED)
+        votes = gather(store, facts, config)
+    except (EplbError, RuntimeError) as error:
+        return Meeting(store, None, str(error) if isinstance(error, EplbError) else first_line(error))
+    return Meeting(store, votes, facts.problem)
+
+
+def gather(store: Store, facts: EngineFacts, config: HookConfig) -> GlooGroup:
+    """The vote group of ranks that are equal in what all must share.
+
+    Raises ConflictError naming what differs, DeadlineError when a rank does not come.
+    """
     description = facts.description
     mine = {"it can move experts": "yes" if not facts.problem else facts.problem, **_shared_settings(facts, config)}
     mine |= shared_facts(facts.tensors)
     digests, manifests = manifest_facts(facts.tensors)
     mine |= digests
-    store: Store | None = None
+    rendezvous.compare(store, description, mine, config.rendezvous_timeout_s, parts=manifests)
     try:
-        store = rendezvous.open_store(description, config.rendezvous_timeout_s)
-        rendezvous.compare(store, description, mine, config.rendezvous_timeout_s, parts=manifests)
-        votes = GlooGroup(prefixed("vote", store), facts.position, len(description.group_rank_ids), config.rendezvous_timeout_s)
-    except EplbError as error:
-        return Meeting(store, None, str(error))
+        return GlooGroup(prefixed("vote", store), facts.position, len(description.group_rank_ids), config.rendezvous_timeout_s)
     except RuntimeError as error:
-        return Meeting(store, None, f"the vote group could not be formed: {first_line(error)}")
-    return Meeting(store, votes, facts.problem)
+        raise DeadlineError(f"the vote group could not be formed: {first_line(error)}") from error
 
 
 def _shared_settings(facts: EngineFacts, config: HookConfig) -> dict[str, str]:

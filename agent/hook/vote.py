@@ -39,6 +39,10 @@ class VoteGroup(Protocol):
         """Begin the element-wise minimum over all ranks, in place."""
         ...
 
+    def close_connections(self) -> None:
+        """End every wait on it, from any thread."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class Vote:
@@ -75,7 +79,7 @@ class Voter:
         self._timeout_s = timeout_s
         self._on_resolved = on_resolved
         self._on_off = on_off
-        self._off = False
+        self._off = self._abandoned = False
         self._lock = threading.Lock()
         self._cast: Vote | None = None
         self._zeros: deque[Vote] = deque()
@@ -128,6 +132,17 @@ class Voter:
         if self._waiter.is_alive():
             self._waiter.join(timeout_s)
 
+    def abandon(self) -> None:
+        """The group ended: nothing more is told of its votes, and its waits end. Never blocks on a peer.
+
+        The waiter thread goes on until the wait that it is in has ended, and takes the group's connections with it.
+        """
+        with self._lock:
+            self._off = self._abandoned = True
+        self._cast = None
+        self._queue.put(None)
+        self._group.close_connections()
+
     def _begin(self, boundary: int, chunk_id: ChunkId, timeout_s: float) -> Vote | None:
         values = torch.tensor(ballot(boundary, chunk_id), dtype=torch.int64)
         try:
@@ -164,7 +179,7 @@ class Voter:
     def _tell(self, vote: Vote, outcome: Outcome, detail: str) -> None:
         """Once for each vote: the waiter and a `collect` that gave up may both want to."""
         with self._lock:
-            if vote.told:
+            if vote.told or self._abandoned:
                 return
             vote.told = True
         if outcome in (Outcome.DIVERGED, Outcome.UNKNOWN):

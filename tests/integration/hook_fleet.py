@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +26,10 @@ from agent.engine.reference.launch import free_port
 from agent.frames import HEAD, Decoder, Welcome, encode, frame_lengths
 from agent.hook.hook import Hook, HookConfig
 from agent.transfer.memory_handles import allocate_shared
+from agent.transfer.staging import ExpertLayout
 from eplb_service import __version__
 from eplb_service.control import (
+    NO_RANK,
     Address,
     Arm,
     Armed,
@@ -84,8 +87,11 @@ def expert_tensors(layer: LayerRef, expert: int) -> dict[str, torch.Tensor]:
 class TinyEngine:
     """An `EnginePort` over plain tensors: strided storage, an empty tensor, a derived and a shared one among them."""
 
-    def __init__(self, description: EngineDescription, *, shared: float = 1.5, readable: bool = False) -> None:
+    def __init__(
+        self, description: EngineDescription, *, shared: float = 1.5, readable: bool = False, forms_again: bool = False
+    ) -> None:
         self.description = description
+        self.can_reform = forms_again
         self.position = description.group_rank_ids.index(description.address.rank_id)
         self.version = 0
         self.capturing = False
@@ -105,6 +111,18 @@ class TinyEngine:
             self.tensors[layer]["derived"] = SlotTensor(self._derived(layer, first), TensorKind.DERIVED)
             self.tensors[layer]["input_scale"] = SlotTensor(torch.tensor([shared]), TensorKind.SHARED)
             self.tables[layer] = tables_of(self.rows[layer])
+
+    def form_again(self, description: EngineDescription) -> None:
+        """Be in another group; what its tables hold until the hook wrote them is nobody's."""
+        self.description = description
+        self.position = description.group_rank_ids.index(description.address.rank_id)
+        for layer in LAYERS:
+            tables = tables_of([-1] * (len(description.group_rank_ids) * SLOTS))
+            self.tables[layer] = RoutingTables(
+                torch.full_like(tables.physical_to_logical, -9),
+                torch.full_like(tables.logical_to_physical, -9),
+                torch.full_like(tables.replica_counts, -9),
+            )
 
     def _derived(self, layer: LayerRef, name: str) -> torch.Tensor:
         return self.tensors[layer][name].data.float().reshape(SLOTS, -1).sum(1)
@@ -192,53 +210,91 @@ def initial_rows(num_ranks: int) -> dict[int, tuple[int, ...]]:
 def describe(position: int, num_ranks: int, port: int, *, group: int = 77) -> EngineDescription:
     """Stable rank ids 10, 20, …: nothing may take an id for a position."""
     ranks = tuple(RankId(10 * (index + 1)) for index in range(num_ranks))
+    nodes = tuple(f"node{index // 2}" for index in range(num_ranks))
+    return describe_rank(ranks[position], ranks, nodes, port, group=group, initial=initial_rows(num_ranks))
+
+
+def describe_rank(
+    rank: RankId,
+    ranks: tuple[RankId, ...],
+    nodes: tuple[str, ...],
+    port: int,
+    *,
+    group: int,
+    initial: Mapping[int, tuple[int, ...]],
+    life: int = 0,
+    joins: bool = False,
+) -> EngineDescription:
+    """One rank of any group. life: how often its process was started before."""
     layers = tuple(
         LayerInfo(layer_id=layer.layer_id, num_logical=NUM_LOGICAL, slots=SLOTS, expert_bytes=EXPERT_BYTES[layer])
         for layer in LAYERS
     )
     return EngineDescription(
         deployment=DeploymentId("test"),
-        address=Address(ranks[position], Incarnation(5000 + position), GroupId(group)),
-        node=f"node{position // 2}",
+        address=Address(rank, Incarnation(5000 + rank + 1000 * life), GroupId(group)),
+        node=nodes[ranks.index(rank)],
         group_rank_ids=ranks,
-        nodes=tuple(f"node{index // 2}" for index in range(num_ranks)),
+        nodes=nodes,
         phase=Phase.DECODE,
         stage=0,
-        models=(EngineModel(name=MODEL, digest="d", layers=layers, initial=initial_rows(num_ranks)),),
+        models=(EngineModel(name=MODEL, digest="d", layers=layers, initial=initial),),
         capacity=1.0,
         dispatch="even",
         replica_table_width=WIDTH,
         rendezvous_host="127.0.0.1",
         rendezvous_port=port,
+        joins=joins,
     )
 
 
 # ── a rank's process ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def rank_main(
-    position: int, num_ranks: int, port: int, config: Mapping[str, Any], shared: float, failpoints: str, pipe: Connection
-) -> None:
+class Checkpoint:
+    """An `ExpertSource` that has every expert as `expert_tensors` makes it."""
+
+    name = "checkpoint"
+
+    def read(self, layer: LayerRef, expert: int, layout: ExpertLayout, region: torch.Tensor) -> bool:
+        layout.pack_values(expert_tensors(layer, expert), region)
+        return True
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What one rank's process is started with. restores: it has a backup of every expert."""
+
+    description: EngineDescription
+    config: Mapping[str, Any]
+    shared: float = 1.5
+    failpoints: str = ""
+    forms_again: bool = False
+    restores: bool = False
+
+
+def rank_main(setup: RankSetup, pipe: Connection) -> None:
     """Serve commands of the driver until it says close."""
     torch.set_num_threads(1)
-    os.environ["EPLB_FAILPOINTS"] = failpoints
-    readable = config.get("same_node_copies") == "read"
-    engine = TinyEngine(describe(position, num_ranks, port), shared=shared, readable=readable)
-    hook = Hook(engine, HookConfig(**config))
-    hook.start()
-    pipe.send(hook.status)
+    os.environ["EPLB_FAILPOINTS"] = setup.failpoints
+    readable = setup.config.get("same_node_copies") == "read"
+    engine = TinyEngine(setup.description, shared=setup.shared, readable=readable, forms_again=setup.forms_again)
+    hook = Hook(engine, HookConfig(**setup.config), sources=(Checkpoint(),) if setup.restores else ())
+    pipe.send(hook.status if (problem := _tried(hook.start)) == "" else problem)
     while True:
         command, *arguments = pipe.recv()
         match command:
             case "step":
                 tokens, warmup = arguments
-                try:
-                    hook.begin_step(num_real_tokens=tokens, warmup=warmup)
-                    for layer in LAYERS:
-                        hook.record(layer, torch.arange(tokens)[:, None] % NUM_LOGICAL)
-                    pipe.send("")
-                except Exception as error:  # noqa: BLE001  # the driver judges it
-                    pipe.send(f"{type(error).__name__}: {error}")
+                pipe.send(_tried(partial(_step, hook, tokens, warmup=warmup)))
+            case "reform":
+                engine.form_again(arguments[0])
+                pipe.send(_tried(hook.reform))
+            case "start":
+                engine.form_again(arguments[0])
+                pipe.send(_tried(hook.start))
+            case "memory":
+                pipe.send((hook.status.staging_bytes, threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))))
             case "check":
                 rows = {layer: engine.tables[layer].physical_to_logical.tolist() for layer in LAYERS}
                 pipe.send((engine.wrong_slots(), rows, engine.stopped))
@@ -259,6 +315,21 @@ def rank_main(
                 hook.close()
                 pipe.send(time.monotonic() - began)
                 return
+
+
+def _step(hook: Hook, tokens: int, *, warmup: bool) -> None:
+    hook.begin_step(num_real_tokens=tokens, warmup=warmup)
+    for layer in LAYERS:
+        hook.record(layer, torch.arange(tokens)[:, None] % NUM_LOGICAL)
+
+
+def _tried(call: Callable[[], None]) -> str:
+    """What went wrong, in words that the driver judges; empty = nothing."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 # ── the agent process's end ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -381,6 +452,7 @@ class Fleet:
     config: Mapping[str, Any] = field(default_factory=dict)
     shared: Mapping[int, float] = field(default_factory=dict)
     failpoints: Mapping[int, str] = field(default_factory=dict)
+    setup: Mapping[str, Any] = field(default_factory=dict)
     connects: bool = True
 
     def __post_init__(self) -> None:
@@ -391,7 +463,8 @@ class Fleet:
         self.boundary = -1
         self.rows = {layer: initial_rows(self.num_ranks)[layer.layer_id] for layer in LAYERS}
         port = free_port()
-        config = {
+        self.ranks = tuple(RankId(10 * (index + 1)) for index in range(self.num_ranks))
+        self.settings = config = {
             "socket_path": self.agent.path,
             "staging_bytes": 2 * sum(SLOTS * size for size in EXPERT_BYTES.values()),
             "vote_period": 2,
@@ -409,9 +482,14 @@ class Fleet:
         self.processes = []
         for position in range(self.num_ranks):
             ours, theirs = self.context.Pipe()
-            shared, failpoints = self.shared.get(position, 1.5), self.failpoints.get(position, "")
-            arguments = (position, self.num_ranks, port, config, shared, failpoints, theirs)
-            process = self.context.Process(target=rank_main, args=arguments, daemon=True)
+            setup = RankSetup(
+                description=describe(position, self.num_ranks, port),
+                config=config,
+                shared=self.shared.get(position, 1.5),
+                failpoints=self.failpoints.get(position, ""),
+                **self.setup,
+            )
+            process = self.context.Process(target=rank_main, args=(setup, theirs), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -444,7 +522,7 @@ class Fleet:
             self.boundary += 1
 
     def addresses(self) -> list[Address]:
-        return [registration.address for _, registration in sorted(self.agent.registrations.items())]
+        return [self.agent.registrations[rank].address for rank in self.ranks]
 
     def stage(self, rows: Mapping[LayerRef, Sequence[int]], *, only: Sequence[int] | None = None, **changes: Any) -> ChunkId:
         """Send a Stage to all ranks; returns its id."""
@@ -457,9 +535,7 @@ class Fleet:
             "weights_version": 0,
             "mesh_id": self.mesh,
             "layers": tuple(change(layer, self.rows[layer], row) for layer, row in rows.items()),
-            "copies": tuple(
-                copy for layer, row in rows.items() for copy in copies(layer, self.rows[layer], row, self.num_ranks)
-            ),
+            "copies": tuple(copy for layer, row in rows.items() for copy in copies(layer, self.rows[layer], row, self.ranks)),
             "stage_timeout_s": 8.0,
             "arm_ttl_s": 8.0,
             **changes,
@@ -550,19 +626,18 @@ def change(layer: LayerRef, old: Sequence[int], new: Sequence[int]) -> LayerChan
     )
 
 
-def copies(layer: LayerRef, old: Sequence[int], new: Sequence[int], num_ranks: int) -> list[Copy]:
-    """Fill each changed slot from the last slot that holds the expert now."""
-    ranks = [RankId(10 * (index + 1)) for index in range(num_ranks)]
+def copies(layer: LayerRef, old: Sequence[int], new: Sequence[int], ranks: Sequence[RankId]) -> list[Copy]:
+    """Fill each changed slot from the last slot that holds the expert now; from a backup where there is none."""
     made = []
     for slot, expert in enumerate(new):
         if expert not in (old[slot], -1):
-            source = max(index for index, held in enumerate(old) if held == expert)
+            source = max((index for index, held in enumerate(old) if held == expert), default=-1)
             made.append(
                 Copy(
                     layer=layer,
                     expert=expert,
-                    source_rank=ranks[source // SLOTS],
-                    source_slot=source % SLOTS,
+                    source_rank=ranks[source // SLOTS] if source >= 0 else NO_RANK,
+                    source_slot=source % SLOTS if source >= 0 else 0,
                     target_rank=ranks[slot // SLOTS],
                     target_slot=slot % SLOTS,
                 )

@@ -67,7 +67,7 @@ def test_received_bytes_are_told_by_link(fleet: Fleet) -> None:
     chunk = fleet.stage({LAYERS[0]: row})
     staged = fleet.expect(Staged, chunk)
     size = EXPERT_BYTES[LAYERS[0]]
-    sources = {(c.source_rank, c.target_rank) for c in copies(LAYERS[0], fleet.rows[LAYERS[0]], row, 4)}
+    sources = {(c.source_rank, c.target_rank) for c in copies(LAYERS[0], fleet.rows[LAYERS[0]], row, fleet.ranks)}
     node = {10: 0, 20: 0, 30: 1, 40: 1}
     for rank, message in staged.items():
         mine = [source for source, target in sources if target == rank]
@@ -81,7 +81,7 @@ def test_received_bytes_are_told_by_link(fleet: Fleet) -> None:
 
 def test_a_slot_that_is_filled_twice_is_refused(fleet: Fleet) -> None:
     layer = LAYERS[0]
-    many = [c for c in copies(layer, fleet.rows[layer], fleet.rows[layer][::-1], 4) if c.target_rank == 10] * 2
+    many = [c for c in copies(layer, fleet.rows[layer], fleet.rows[layer][::-1], fleet.ranks) if c.target_rank == 10] * 2
     chunk = fleet.stage({layer: fleet.rows[layer][::-1]}, copies=tuple(many))
     refused = fleet.expect(Refused, chunk)
     assert {message.code for message in refused.values()} == {RefusalCode.INVALID}
@@ -263,7 +263,7 @@ def _an_expert_crosses_once_and_is_read_out_of_the_staging_of_a_neighbour(fleet:
     layer, (first, second) = LAYERS[1], (RankId(10), RankId(20))
     across = Copy(layer=layer, expert=1, source_rank=RankId(30), source_slot=0, target_rank=first, target_slot=0)
     on = Copy(layer=layer, expert=1, source_rank=first, source_slot=0, target_rank=second, target_slot=0, relay_of=0)
-    others = [copy for copy in copies(layer, SWAPPED, PASSED_ON, 4) if copy.expert != 1]
+    others = [copy for copy in copies(layer, SWAPPED, PASSED_ON, fleet.ranks) if copy.expert != 1]
     flipped = fleet.roll_out({layer: PASSED_ON}, copies=(across, on, *others))
     assert set(flipped) == {10, 20, 30, 40}
     fleet.check()

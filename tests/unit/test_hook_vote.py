@@ -143,6 +143,9 @@ class _Stuck:
     def is_completed(self) -> bool:
         return False
 
+    def close_connections(self) -> None:
+        return
+
 
 def test_casting_zero_never_waits_and_casting_an_id_waits_only_for_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.hook.vote.MARGIN_S", 0.05)
