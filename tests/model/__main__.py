@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.model.commit import Bounds, CommitModel, reached
+from tests.model.commit import CommitModel
 from tests.model.explore import WrongStateError, explore
+from tests.model.states import Bounds, reached
 
 
 def main() -> int:
@@ -21,7 +22,7 @@ def main() -> int:
     bounds = Bounds(options.ranks, tuple(options.chunks), options.expiries, options.copy_failures, options.lost_votes)
     model = CommitModel(bounds)
     try:
-        found = explore(model.start(), model.steps, describe=reached, states_max=options.states)
+        found = explore(model.start(), model.steps, split=model.split, describe=reached, states_max=options.states)
     except WrongStateError as error:
         print(error)
         return 1
