@@ -12,9 +12,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agent.session_events import LinkId
-from eplb_service.advice import Advice, AdviceRequest
+from eplb_service.advice import NO_GENERATION, Advice, AdviceRequest
 from eplb_service.errors import DeadlineError, EplbError, InvalidInputError
-from eplb_service.ids import GenerationNumber
 from eplb_service.log import ReasonLog
 
 MARGIN = 0.05
@@ -23,8 +22,6 @@ MARGIN = 0.05
 TIMEOUT_MAX_S = 600.0
 QUESTIONS_MAX = 64
 """Questions under way at once: one for each model and stage of the engines of a node is usual."""
-
-NO_GENERATION = GenerationNumber(0)
 
 
 class AdviceDesk:

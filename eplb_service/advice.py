@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from eplb_service.ids import DeploymentId, GenerationNumber
 
+NO_GENERATION = GenerationNumber(0)
+
 
 def map_digest(rows: npt.NDArray[np.integer]) -> int:
     """Digest of a map, shape (L, P), of any integer type: 63 bits, never 0. What ranks compare before and after they ask."""
@@ -37,6 +39,8 @@ class AdviceRequest:
     current: the map that the engine routes by, shape (L, P), int32. digest: `map_digest` of it.
     steps: engine steps that the load is of; 0 = not known. step_time_s: mean seconds of one of them; 0 = not known.
     timeout_s: how long the engine waits for the answer.
+    copied_generation, copied_s: the generation that the engine carried out last, and how long it took; 0 = not known.
+    copy_held_steps: no step ran meanwhile.
     """
 
     deployment: DeploymentId
@@ -57,6 +61,9 @@ class AdviceRequest:
     steps: int = 0
     step_time_s: float = 0.0
     timeout_s: float = 5.0
+    copied_generation: GenerationNumber = NO_GENERATION
+    copied_s: float = 0.0
+    copy_held_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

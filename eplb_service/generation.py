@@ -74,6 +74,7 @@ class Generation:
     observed: of the first full window after it became active. observations: of the first full windows, compared with what the
     placement before it would have shown there. judgement: one sentence on that, and outcome its word; empty while pending.
     flip_boundaries: step boundaries at which its chunks flipped. rollout_s: seconds from the decision to the last flip.
+    copied_s: that an engine which moves its own weights took for it, 0 = not known; copy_held_steps: no step ran meanwhile.
     """
 
     number: GenerationNumber
@@ -97,6 +98,8 @@ class Generation:
     observations: tuple[Observation, ...] = ()
     outcome: str = ""
     judgement: str = ""
+    copied_s: float = 0.0
+    copy_held_steps: bool = False
     digest: str = field(init=False)
 
     def __post_init__(self) -> None:

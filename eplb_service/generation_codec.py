@@ -87,6 +87,8 @@ def encode_generation(generation: Generation) -> bytes:
             "observations": [asdict(observation) for observation in generation.observations],
             "outcome": generation.outcome,
             "judgement": generation.judgement,
+            "copied_s": generation.copied_s,
+            "copy_held_steps": generation.copy_held_steps,
         },
         version=_version(generation.placement),
     )
@@ -121,6 +123,8 @@ def _generation(tree: Mapping[str, Any]) -> Generation:
         observations=tuple(_observation(part) for part in tree.get("observations", [])),
         outcome=str(tree.get("outcome", "")),
         judgement=str(tree.get("judgement", "")),
+        copied_s=float(tree.get("copied_s", 0.0)),
+        copy_held_steps=bool(tree.get("copy_held_steps", False)),
     )
 
 

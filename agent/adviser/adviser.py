@@ -15,13 +15,14 @@ from agent.adviser import client
 from agent.adviser.agree import Group, GroupFacts, agree
 from agent.adviser.call import Call, Decision, Outcome, each_token_once
 from agent.adviser.config import AdviserConfig
+from agent.adviser.engine_copy import Carrying, CopyWatch, EngineCopy
 from agent.adviser.models import Models
 from agent.adviser.presence import TRIES, all_present, shared_store
 from agent.transfer.gloo import first_line
 from eplb_service import __version__
 from eplb_service.advice import Advice, AdviceRequest, map_digest
 from eplb_service.errors import EplbError
-from eplb_service.ids import DeploymentId
+from eplb_service.ids import DeploymentId, GenerationNumber
 
 _dist: Any = torch.distributed
 AskAgent = Callable[..., Advice]
@@ -38,6 +39,7 @@ class Adviser:
         self.counts: Counter[Outcome] = Counter()
         """Calls by what they led to."""
         self.models = Models(most=1)
+        self._copies = CopyWatch()
         self._origin = secrets.randbits(62) + 1
         self._sequence = 0
         self._group: weakref.ref[Any] | None = None
@@ -48,11 +50,12 @@ class Adviser:
         self._said: dict[str, tuple[Outcome, str]] = {}
         """What was said last of each deployment: a reason that repeats is not said again."""
 
-    def advise(self, group: Group, build: Callable[[], Call]) -> Decision:
+    def advise(self, group: Group, build: Callable[[], Call], carrying: Callable[[], Carrying]) -> Decision:
         """What the engine is to do, the same on all ranks of the group, all of which are in this call.
 
-        build: makes the call of what the engine gave; what it raises is this rank's word that it failed. An outcome of ENGINE
-        says that the ranks are not all in this, and the engine's own policy has to answer.
+        build: makes the call of what the engine gave; what it raises is this rank's word that it failed. carrying: how to see
+        that the engine carries the answer out. An outcome of ENGINE says that the ranks are not all in this, and the engine's
+        own policy has to answer.
         """
         if not self._all_present(group):
             return self._said_and_counted(Decision(outcome=Outcome.ENGINE, reason=self._absent), group)
@@ -68,6 +71,8 @@ class Adviser:
         self._calls_of_group += 1
         made = call
         decision = agree(group, call, problem=problem, number=self._calls_of_group, ask=lambda facts: self._ask(made, facts))
+        if made is not None and decision.rows is not None and group.rank() == 0:
+            self._copies.begin(made.deployment, decision.generation, carrying())
         return self._said_and_counted(decision, group, made.deployment if made is not None else "")
 
     def left_to_engine(self, group: Group | None, reason: str) -> None:
@@ -85,7 +90,7 @@ class Adviser:
         self._sequence += 1
         return self._ask_agent(
             self.config.socket_path,
-            _question(call, facts, self._origin, self._sequence, self.config.timeout_s),
+            _question(call, facts, self._origin, self._sequence, self.config.timeout_s, self._copies.last(call.deployment)),
             timeout_s=self.config.timeout_s,
             release=__version__,
         )
@@ -145,7 +150,9 @@ def _name_of(group: Group) -> str:
     return f"{min(ranks)}-{max(ranks)}-{len(ranks)}"
 
 
-def _question(call: Call, facts: GroupFacts, origin: int, sequence: int, timeout_s: float) -> AdviceRequest:
+def _question(
+    call: Call, facts: GroupFacts, origin: int, sequence: int, timeout_s: float, copied: EngineCopy | None
+) -> AdviceRequest:
     return AdviceRequest(
         deployment=DeploymentId(call.deployment),
         engine=call.engine,
@@ -164,4 +171,7 @@ def _question(call: Call, facts: GroupFacts, origin: int, sequence: int, timeout
         expert_bytes=call.expert_bytes,
         steps=call.steps,
         timeout_s=timeout_s,
+        copied_generation=GenerationNumber(copied.generation if copied is not None else 0),
+        copied_s=copied.seconds if copied is not None else 0.0,
+        copy_held_steps=copied is not None and copied.held_steps,
     )

@@ -25,8 +25,9 @@ import torch
 from agent.adviser.adviser import Adviser
 from agent.adviser.agree import Group
 from agent.adviser.call import Call, Int32Array, Outcome
+from agent.adviser.callers import bytes_of_experts, method_of_class
 from agent.adviser.config import AdviserConfig, deployment_name
-from agent.adviser.expert_sizes import bytes_of_experts, caller_of_class
+from agent.adviser.engine_copy import Carrying, on_stack
 from agent.adviser.replica_tables import replica_tables
 from agent.adviser.signatures import attribute, check_parameters
 from eplb_service.dispatch import Dispatch
@@ -89,7 +90,7 @@ class SglangEngine:
         tokens: torch.Tensor = given["tokens_per_expert"]
         outcome = Outcome.FAILED
         try:
-            decision = self.adviser.advise(group, lambda: self._call(given, metadata, group))
+            decision = self.adviser.advise(group, lambda: self._call(given, metadata, group), _carrying)
             outcome = decision.outcome
             if decision.rows is not None:
                 rows[_routed(_load(tokens))] = decision.rows
@@ -161,14 +162,30 @@ def _routed(load: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 def _expert_bytes(layers: list[int]) -> tuple[int, ...]:
     """Of one expert of each layer: the manager that rebalances has the model, and it its experts' weights by layer."""
-    manager = caller_of_class("EPLBManager")
+    found = method_of_class("EPLBManager")
     try:
-        if manager is None:
+        if found is None:
             return ()
+        manager = found[0]
         model = manager._get_model() if hasattr(manager, "_get_model") else manager._model_runner.model  # to 0.5.14
         return bytes_of_experts(model.routed_experts_weights_of_layer, layers)
     except (AttributeError, TypeError, ValueError, IndexError):  # of another release: nothing of it is needed
         return ()
+
+
+def _carrying() -> Carrying:
+    """`EPLBManager` moves the weights in the method that asked, all at once or some layers after each forward pass.
+
+    In between that method, a generator, rests within the one that the manager keeps.
+    """
+    found = method_of_class("EPLBManager")
+    if found is None:
+        return Carrying()
+    manager, frame = found
+    return Carrying(
+        calling=on_stack(frame),
+        beside=lambda: getattr(getattr(manager, "_main_generator", None), "gi_yieldfrom", None) is not None,
+    )
 
 
 def _dispatch() -> Dispatch:

@@ -21,8 +21,9 @@ import torch
 from agent.adviser.adviser import Adviser
 from agent.adviser.agree import Group
 from agent.adviser.call import Call, Outcome
+from agent.adviser.callers import bytes_of_experts, calling_frame, variable_of_caller
 from agent.adviser.config import AdviserConfig, deployment_name
-from agent.adviser.expert_sizes import bytes_of_experts, variable_of_caller
+from agent.adviser.engine_copy import Carrying, on_stack
 from agent.adviser.replica_tables import replica_tables
 from agent.adviser.signatures import attribute, check_parameters, returned
 from eplb_service.advice import map_digest
@@ -146,7 +147,7 @@ class VllmEngine:
             if group is None or old is None or reason:
                 self.adviser.left_to_engine(group, reason)
                 return None
-            decision = self.adviser.advise(group, lambda: self._call(weight, num_groups, num_ranks, old))
+            decision = self.adviser.advise(group, lambda: self._call(weight, num_groups, num_ranks, old), _carrying)
             if decision.outcome is Outcome.ENGINE:
                 return None
             if decision.rows is None:
@@ -250,3 +251,15 @@ def _expert_bytes(num_layers: int) -> tuple[int, ...]:
         return bytes_of_experts(dict(enumerate(state.model.expert_weights)), range(num_layers)) if state is not None else ()
     except (AttributeError, TypeError, ValueError, IndexError):  # of another release: nothing of it is needed
         return ()
+
+
+def _carrying() -> Carrying:
+    """In a forward, `rearrange` moves the weights before it returns; its asynchronous worker does so layer by layer.
+
+    vLLM's state says `rebalanced` until the last layer is through.
+    """
+    state = variable_of_caller("eplb_model_state", "model_state")
+    if getattr(state, "rebalanced", False):
+        return Carrying(beside=lambda: bool(state.rebalanced))
+    frame = calling_frame()
+    return Carrying() if frame is None else Carrying(calling=on_stack(frame))

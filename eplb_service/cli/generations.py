@@ -59,6 +59,13 @@ def _took(view: Any) -> str:
     return "decision to last flip" if view.flip_boundaries else "told to shown"
 
 
+def _engine_copy(view: Any) -> str:
+    """How long an engine that moves its own weights took, as its plug-in saw it."""
+    if not view.copied_s:
+        return ""
+    return f"{view.copied_s:.2f} s, {'in which no step ran' if view.copy_held_steps else 'beside its steps'}"
+
+
 @click.group(short_help="The history of placements, with reasons.")
 def generations() -> None:
     """List generations, or show one whole.
@@ -160,6 +167,7 @@ def _print_generation(name: str, view: Any) -> None:
         ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
         (_took(view), f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
+        ("engine's own copy", _engine_copy(view)),
     ]
     for label, text in facts:
         if text:

@@ -15,7 +15,6 @@ from eplb_service import advising, control
 from eplb_service.advice import AdviceRequest
 from eplb_service.advising import Asker, EngineState, Look, Sight, Told
 from eplb_service.costs import MeasuredCosts
-from eplb_service.coverage import why_uncovered
 from eplb_service.errors import ConflictError
 from eplb_service.generation import ORDERED, Generation, GenerationState, LiveMap
 from eplb_service.ids import DeploymentId, Epoch, GenerationNumber
@@ -118,7 +117,7 @@ class AdvisedDeployment(Deployment):
             return "rolling_out", f"generation {told.generation} is the answer to the next question"
         if told is not None:
             return "rolling_out", f"the engine was told to go to generation {told.generation}, and has not shown it yet"
-        return "ready", why_uncovered(self.unreachable) or self.last_error
+        return "ready", self.why_uncovered or self.last_error
 
     def window(self) -> CombinedWindow | None:
         """The last questions since the live map is live, but the first: engines count by it, and miscount where they moved."""
@@ -250,6 +249,7 @@ class AdvisedDeployment(Deployment):
             self._store_asker()
             self.outcomes.group_changed(self._ranks)
         self._price(knows_steps=request.steps > 0)
+        self._note_copy(request)
         self._record(before, seen)
         self._count(request, live_before)
         return seen
@@ -289,6 +289,18 @@ class AdvisedDeployment(Deployment):
             self._ended(seen.active, Outcome.ACTIVE, seen.reason, seen.seconds)
         if seen.sight is Sight.OTHER:
             self.last_error = seen.reason
+
+    def _note_copy(self, request: AdviceRequest) -> None:
+        """How long the engine took for a generation, told once it is known; where steps waited for it, it is what a flip costs."""
+        generation = self.ledger.generations.get(request.copied_generation)
+        if generation is None or generation.copied_s or not request.copied_s:
+            return
+        held = request.copy_held_steps
+        self.became(dataclasses.replace(generation, copied_s=request.copied_s, copy_held_steps=held))
+        if held:
+            self.learning.costs.stalls.add(generation.number, request.copied_s)
+        how = "in which no step ran" if held else "beside its steps"
+        self.note("engine.copied", f"generation {generation.number} took the engine {request.copied_s:.3f} s, {how}")
 
     def _ended(self, number: GenerationNumber, outcome: Outcome, reason: str, seconds: float) -> None:
         self.outcomes.rollout_finished(

@@ -45,6 +45,9 @@ def advice_request_to_pb(value: AdviceRequest) -> adviser_pb2.AdviseRequest:
         steps=whole("steps", value.steps, most=EXTENT_MAX),
         step_time_s=fields.seconds("step_time_s", value.step_time_s),
         timeout_s=fields.seconds("timeout_s", value.timeout_s, above_zero=True),
+        copied_generation=whole("copied_generation", value.copied_generation),
+        copied_s=fields.seconds("copied_s", value.copied_s),
+        copy_held_steps=value.copy_held_steps,
     )
 
 
@@ -92,6 +95,9 @@ def advice_request_from_pb(message: adviser_pb2.AdviseRequest) -> AdviceRequest:
         steps=whole("steps", message.steps, most=EXTENT_MAX),
         step_time_s=fields.seconds("step_time_s", message.step_time_s),
         timeout_s=timeout_s,
+        copied_generation=GenerationNumber(whole("copied_generation", message.copied_generation)),
+        copied_s=fields.seconds("copied_s", message.copied_s),
+        copy_held_steps=message.copy_held_steps,
     )
 
 

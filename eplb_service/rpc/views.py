@@ -49,7 +49,7 @@ def imbalance_view(value: Imbalance) -> common_pb2.Imbalance | None:
 
 
 def moves_view(moves: MoveSummary) -> common_pb2.MoveSummary:
-    """What a change moves. Bytes without a source among the ranks are counted as cross-node: they come from elsewhere."""
+    """What a change moves."""
     links = moves.bytes_by_link
     return common_pb2.MoveSummary(
         experts=moves.experts,
@@ -57,8 +57,9 @@ def moves_view(moves: MoveSummary) -> common_pb2.MoveSummary:
         bytes=common_pb2.LinkBytes(
             same_rank=links[LinkKind.SAME_RANK],
             same_node=links[LinkKind.SAME_NODE],
-            cross_node=links[LinkKind.CROSS_NODE] + moves.bytes_without_source,
+            cross_node=links[LinkKind.CROSS_NODE],
         ),
+        bytes_from_backups=moves.bytes_without_source,
     )
 
 
@@ -124,6 +125,8 @@ def generation_view(deployment: str, generation: Generation, *, with_placement: 
         observed_windows=[observed_window_view(observation) for observation in generation.observations],
         outcome=generation.outcome,
         judgement=generation.judgement,
+        copied_s=generation.copied_s,
+        copy_held_steps=generation.copy_held_steps,
     )
 
 
@@ -272,6 +275,7 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
             admin_pb2.UnreachableView(layer=layer_to_pb(layer), experts=experts)
             for layer, experts in deployment.unreachable.items()
         ],
+        restoring=deployment.restoring.story,
     )
     if deployment.asked is not None:
         view.advised.CopyFrom(_advised_view(deployment.asked, deployment.context.clock.monotonic()))

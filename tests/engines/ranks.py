@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from eplb_service import __version__
+from eplb_service.advice import AdviceRequest
 from tests.engines.wheels import modules_of
 
 NUM_LOGICAL, NUM_PHYSICAL, NUM_RANKS = 8, 12, 4
@@ -195,3 +196,17 @@ def all_route_by(title: str, results: list[RankResult], maps: Maps) -> None:
             if not np.array_equal(result.maps[name], rows):
                 found = result.maps[name].tolist()
                 raise EngineCheckError(f"{title}: rank {rank} routes {name} by {found}, not by {rows.tolist()}")
+
+
+def check_copy(title: str, question: AdviceRequest, generation: int, moved_in_s: float, *, held_steps: bool) -> None:
+    """Raises EngineCheckError when a question does not tell of the move before it.
+
+    generation: that the engine moved to last, 0 = none. moved_in_s: of the whole interval in which it did.
+    """
+    told = (question.copied_generation, question.copy_held_steps)
+    wanted = (generation, held_steps) if generation else (0, False)
+    if told != wanted or bool(generation) != (question.copied_s > 0) or question.copied_s > moved_in_s + 0.1:
+        raise EngineCheckError(
+            f"{title}: the question says that generation {told[0]} took {question.copied_s:.3f} s (steps held up: {told[1]});"
+            f" the engine's interval took {moved_in_s:.3f} s, and {wanted} was to be told"
+        )

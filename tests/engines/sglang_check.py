@@ -20,6 +20,7 @@ from tests.engines.ranks import (
     EngineCheckError,
     Ranks,
     all_route_by,
+    check_copy,
     must_say,
     ranks_of,
 )  # fmt: skip
@@ -53,19 +54,24 @@ def _scenarios(release: str, ranks: Ranks, agent: ScriptedAgent, say: Callable[[
         raise EngineCheckError("a question was asked about a map that is not there")
     say(f"  {'first map, its own algorithm':<32} {max(result.seconds for result in first) * 1000:8.1f} ms")
 
+    moved_in_s, generation = 0.0, 0
+
     def step(title: str, kind: str, seed: int, answer: Answer, after: Rows, says: str, *, most_s: float = 30.0) -> None:
-        nonlocal live
+        nonlocal live, moved_in_s, generation
         agent.answer = answer
         agent.questions.clear()
         results = ranks.interval(kind, seed)
         all_route_by(title, results, {MODEL: after})
         if kind == "interval":
             _check_question(title, agent.questions, release, live, seed)
+            check_copy(title, agent.questions[0], generation, moved_in_s, held_steps=True)
         elif agent.questions:
             raise EngineCheckError(f"{title}: a question was asked")
         seconds = max(result.seconds for result in results)
         if seconds > most_s:
             raise EngineCheckError(f"{title}: took {seconds:.2f} s, at most {most_s:g} s are right")
+        if kind == "interval" and after is not live:
+            moved_in_s, generation = seconds, 4
         live = after
         said = [line for result in results for line in result.said]
         if says:

@@ -143,38 +143,39 @@ def _manager(weights: dict[int, list[torch.Tensor]]) -> Any:
     return manager
 
 
-def _target(self: Any, init_by_eplb: Any, *given: Any) -> Any:
-    """The manager's step to its algorithm, the manager as `self`. Its own code finds the model where it was put."""
+def _rebalance(self: Any, engine: _Engine, logical_count: torch.Tensor) -> None:
+    """The manager's steps from counts to weights, the manager as `self`. Its own code finds the model where it was put."""
     assert self._compute_update_layer_ids_chunks() == [list(MOE_LAYERS)]
-    return init_by_eplb(*given)
+    target = engine.location.ExpertLocationMetadata.init_by_eplb(*engine.given, logical_count)
+    missing = engine.updater.update(engine.weights, target, list(MOE_LAYERS), nnodes=1, rank=engine.rank)
+    assert not missing
 
 
 class _Engine:
     """The steps that SGLang's manager takes at a rebalance, with its own code for each."""
 
     def __init__(self, place: RankPlace, location: Any, updater: Any, arguments: Any) -> None:
-        self._place, self._location, self._updater, self._arguments = place, location, updater, arguments
+        self._place, self.location, self.updater, self._arguments = place, location, updater, arguments
+        self.rank = place.rank
         config = types.SimpleNamespace(hf_config=None)
         takes_arguments = "server_args" in inspect.signature(location.compute_initial_expert_location_metadata).parameters
-        self._given = (arguments, config) if takes_arguments else (config,)
-        self._weights: dict[int, list[torch.Tensor]] = {}
-        self._manager = _manager(self._weights)
+        self.given = (arguments, config) if takes_arguments else (config,)
+        self.weights: dict[int, list[torch.Tensor]] = {}
+        self._manager = _manager(self.weights)
 
     def interval(self, order: Order, said: list[str]) -> RankResult:
         kind, seed = order
         begun = time.monotonic()
         logical_count = torch.from_numpy(loads_of(seed) if kind != "idle" else np.zeros_like(loads_of(0)))
         if kind == "first":  # as `--init-expert-location` with counts: there is no map yet
-            self._load(self._location.ExpertLocationMetadata.init_by_eplb(*self._given, logical_count))
+            self._load(self.location.ExpertLocationMetadata.init_by_eplb(*self.given, logical_count))
         elif kind == "file":
             self._arguments.init_expert_location = str(self._written(seed))
-            self._load(self._location.compute_initial_expert_location_metadata(*self._given, self._place.rank))
+            self._load(self.location.compute_initial_expert_location_metadata(*self.given, self._place.rank))
         else:
-            target = _target(self._manager, self._location.ExpertLocationMetadata.init_by_eplb, *self._given, logical_count)
-            missing = self._updater.update(self._weights, target, list(MOE_LAYERS), nnodes=1, rank=self._place.rank)
-            assert not missing
+            _rebalance(self._manager, self, logical_count)
         seconds = time.monotonic() - begun
-        metadata = self._location.get_global_expert_location_metadata()
+        metadata = self.location.get_global_expert_location_metadata()
         rows = metadata.physical_to_logical_map_cpu.numpy()[list(MOE_LAYERS)].copy()
         return RankResult(maps={MODEL: rows}, problem=self._problem(metadata), seconds=seconds, said=list(said))
 
@@ -190,14 +191,14 @@ class _Engine:
 
     def _load(self, metadata: Any) -> None:
         """The model's loader: each slot gets the weights of the expert that the map names."""
-        if hasattr(self._location, "_global_expert_location_metadata"):  # older releases keep it in the module, and set it once
-            self._location._global_expert_location_metadata = metadata
+        if hasattr(self.location, "_global_expert_location_metadata"):  # older releases keep it in the module, and set it once
+            self.location._global_expert_location_metadata = metadata
         else:
-            self._location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
+            self.location.set_global_expert_location_metadata(metadata, allow_overwrite=True)
         first = self._place.rank * SLOTS
         for layer in MOE_LAYERS:
             held = metadata.physical_to_logical_map_cpu[layer, first : first + SLOTS].tolist()
-            self._weights[layer] = [
+            self.weights[layer] = [
                 torch.stack([weights_of(0, layer, index, expert) for expert in held]) for index in range(len(WIDTHS))
             ]
 
@@ -207,7 +208,7 @@ class _Engine:
             for slot in range(SLOTS):
                 expert = row[self._place.rank * SLOTS + slot]
                 for index in range(len(WIDTHS)):
-                    if not torch.equal(self._weights[layer][index][slot], weights_of(0, layer, index, expert)):
+                    if not torch.equal(self.weights[layer][index][slot], weights_of(0, layer, index, expert)):
                         return (
                             f"layer {layer} rank {self._place.rank} slot {slot} tensor {index} is not that of expert {expert}"
                         )

@@ -22,6 +22,7 @@ from tests.engines.ranks import (
     Maps,
     Ranks,
     all_route_by,
+    check_copy,
     must_say,
     ranks_of,
 )  # fmt: skip
@@ -37,7 +38,7 @@ def check(release: str, *, is_async: bool, say: Callable[[str], None]) -> None:
         try:
             with ranks_of("vllm", release, start, socket, Path(temporary), is_async=is_async) as ranks:
                 say(f"  ranks up: {time.monotonic() - begun:.1f} s")
-                _scenarios(ranks, agent, socket, say)
+                _scenarios(ranks, agent, socket, say, is_async=is_async)
         finally:
             agent.close()
 
@@ -86,14 +87,15 @@ def check_growing(release: str, *, say: Callable[[str], None]) -> None:
             agent.close()
 
 
-def _scenarios(ranks: Ranks, agent: ScriptedAgent, socket: Path, say: Callable[[str], None]) -> None:
+def _scenarios(ranks: Ranks, agent: ScriptedAgent, socket: Path, say: Callable[[str], None], *, is_async: bool) -> None:
     live: Maps = {name: linear_map(layers, NUM_LOGICAL, NUM_PHYSICAL) for name, layers in LAYERS.items()}
     first, second = _targets(1), _targets(2)
+    moved_in_s = 0.0
 
     def step(
         title: str, kind: str, seed: int, answer: Answer, after: Maps, *, questions: int, most_s: float = 30.0
     ) -> list[str]:
-        nonlocal live
+        nonlocal live, moved_in_s
         agent.answer = answer
         agent.questions.clear()
         results = ranks.interval(kind, seed)
@@ -102,7 +104,10 @@ def _scenarios(ranks: Ranks, agent: ScriptedAgent, socket: Path, say: Callable[[
             raise EngineCheckError(f"{title}: {len(agent.questions)} questions were asked, not {questions}")
         for question in agent.questions:
             _check_question(title, question, live, seed)
+            check_copy(title, question, 7 if moved_in_s else 0, moved_in_s, held_steps=not is_async)
         seconds = max(result.seconds for result in results)
+        if after is not live:
+            moved_in_s = seconds
         if seconds > most_s:
             raise EngineCheckError(f"{title}: took {seconds:.2f} s, at most {most_s:g} s are right")
         live = after

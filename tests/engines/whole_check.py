@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -41,7 +42,10 @@ def check(release: str, *, is_async: bool, say: Callable[[str], None]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         agent_socket = folder / "agent.sock"
-        with _service(folder, agent_socket), ranks_of("vllm", release, start, agent_socket, folder, is_async=is_async) as ranks:
+        with (
+            _service(folder, agent_socket) as planner,
+            ranks_of("vllm", release, start, agent_socket, folder, is_async=is_async) as ranks,
+        ):
             first = {name: linear_map(layers, NUM_LOGICAL, NUM_PHYSICAL) for name, layers in LAYERS.items()}
             moved: list[str] = []
             for number in range(INTERVALS):
@@ -57,6 +61,7 @@ def check(release: str, *, is_async: bool, say: Callable[[str], None]) -> None:
             copies = np.count_nonzero(results[0].maps["target"] == 5, axis=1)
             if np.array_equal(results[0].maps["target"], first["target"]) or not (copies >= 2).all():
                 raise EngineCheckError(f"told {moved}, but the hot expert has {copies.tolist()} copies in the layers")
+            say(f"  the record of generation 1: {_record(planner, held_steps=not is_async)}")
 
 
 def _of_target(results: list[RankResult]) -> str:
@@ -64,9 +69,20 @@ def _of_target(results: list[RankResult]) -> str:
     return lines[0] if lines else "(the same as before)"
 
 
+def _record(planner: str, *, held_steps: bool) -> str:
+    """What the planner knows of the first generation's move. Raises EngineCheckError when that is not what happened."""
+    command = ["generations", "show", "1", "--deployment", "check", "--planner", planner, "--output", "json"]
+    line = [sys.executable, "-m", "tests.integration.eplb_command", *command]
+    found = json.loads(subprocess.run(line, check=True, capture_output=True, timeout=STARTED_S).stdout)
+    copied_s, told = float(found.get("copied_s", 0.0)), bool(found.get("copy_held_steps", False))
+    if not 0 < copied_s <= found["rollout_s"] or told != held_steps:
+        raise EngineCheckError(f"generation 1 was carried out in {copied_s} s, steps held up: {told}; its record is {found}")
+    return f"told to shown {found['rollout_s']:.3f} s, carried out in {copied_s:.3f} s"
+
+
 @contextmanager
-def _service(folder: Path, agent_socket: Path) -> Iterator[None]:
-    """A planner and an agent process, ready; killed with the block."""
+def _service(folder: Path, agent_socket: Path) -> Iterator[str]:
+    """A planner and an agent process, ready; killed with the block. Gives the planner's address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,7 +105,7 @@ def _service(folder: Path, agent_socket: Path) -> Iterator[None]:
                         f"`eplb {command[0]}` did not start: {(folder / f'{command[0]}.log').read_text()[-2000:]}"
                     )
                 time.sleep(0.02)
-        yield
+        yield f"127.0.0.1:{port}"
     finally:
         for process in reversed(running):
             process.kill()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.advice import Advice, AdviceRequest, map_digest
-from eplb_service.ids import DeploymentId
+from eplb_service.ids import DeploymentId, GenerationNumber
 from eplb_service.pb.v1 import admin_pb2_grpc, adviser_pb2_grpc, placement_pb2_grpc
 from eplb_service.rpc.channel import open_channel
 from eplb_service.rpc.convert_advice import advice_from_pb, advice_request_to_pb
@@ -35,6 +35,7 @@ class Engine:
     dispatch: str = "hashed"
     expert_bytes: tuple[int, ...] = (1000, 1000, 1000)
     steps: int = 3000
+    copied: tuple[int, float, bool] = (0, 0.0, False)
     sequence: int = 0
     answers: list[Advice] = field(default_factory=list)
 
@@ -88,6 +89,9 @@ class Engine:
             steps=self.steps,
             step_time_s=0.03,
             timeout_s=self.timeout_s,
+            copied_generation=GenerationNumber(self.copied[0]),
+            copied_s=self.copied[1],
+            copy_held_steps=self.copied[2],
         )
 
     async def ask(self, load: npt.NDArray[np.float64], *, again: bool = False) -> Advice:

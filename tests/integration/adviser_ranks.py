@@ -23,6 +23,7 @@ from agent.adviser import rank_table
 from agent.adviser.adviser import Adviser
 from agent.adviser.call import Call
 from agent.adviser.config import AdviserConfig
+from agent.adviser.engine_copy import Carrying
 from tests.adviser_doubles import linear_map
 
 NUM_LAYERS, NUM_LOGICAL, SLOTS = 3, 8, 6
@@ -85,7 +86,7 @@ def serve(place: RankOf, orders: Connection) -> None:
             )  # fmt: skip
 
         with _failing(order.fail_at, counted):
-            decision = adviser.advise(group, build)
+            decision = adviser.advise(group, build, Carrying)
         rows = rows if decision.rows is None else decision.rows
         orders.send(
             Done(

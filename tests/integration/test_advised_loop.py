@@ -116,6 +116,31 @@ def test_engine_asks_is_told_follows_and_its_generation_is_recorded_and_judged()
     run(scenario())
 
 
+def test_how_long_the_engine_took_is_recorded_and_prices_the_next_move_where_steps_waited() -> None:
+    async def scenario() -> None:
+        async with planner(FlakyStore()) as (service, address), Engine(address) as engine:
+            await engine.ask_until_move(engine.skewed())
+            engine.copied = (99, 3.0, True)  # of another planner's store: no generation of this one
+            await engine.ask(engine.skewed())
+            record = await generation(engine, 1)
+            assert (record.state, record.copied_s) == (ACTIVE, 0.0)
+            for seconds in (1.5, 2.5):  # what is known stays
+                engine.copied = (1, seconds, True)
+                await engine.ask(engine.skewed())
+                record = await generation(engine, 1)
+                assert (record.copied_s, record.copy_held_steps) == (1.5, True)
+            assert service.planner is not None
+            assert service.planner.deployment(engine.deployment).gauges().commit_stall_s == 1.5
+            told = await engine.ask_until_move(engine.skewed(hot=5), most=30)
+            engine.copied = (told.generation, 4.0, False)
+            await engine.ask(engine.skewed(hot=5))
+            record = await generation(engine, told.generation)
+            assert (record.state, record.copied_s, record.copy_held_steps) == (ACTIVE, 4.0, False)
+            assert service.planner.deployment(engine.deployment).gauges().commit_stall_s == 1.5
+
+    run(scenario())
+
+
 def test_engine_that_should_have_asked_by_now_is_seen_in_status_and_in_metrics() -> None:
     """vllm#57883: a load balancer that silently does nothing any more, while the engine's health says 200."""
 

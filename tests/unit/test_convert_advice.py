@@ -46,6 +46,9 @@ QUESTION = AdviceRequest(
     steps=100,
     step_time_s=0.01,
     timeout_s=5.0,
+    copied_generation=GenerationNumber(7),
+    copied_s=1.25,
+    copy_held_steps=True,
 )
 
 

@@ -71,6 +71,8 @@ def generation_of(placement: Placement) -> Generation:
         flip_boundaries=(4, 8),
         rollout_s=0.25,
         observed=imbalance,
+        copied_s=0.125,
+        copy_held_steps=True,
     )
 
 

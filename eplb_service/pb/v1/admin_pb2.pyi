@@ -171,7 +171,7 @@ class AdvisedView(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., last_question_s_ago: _Optional[float] = ..., interval_s: _Optional[float] = ..., answers: _Optional[_Mapping[str, int]] = ..., told_generation: _Optional[int] = ..., last_reason: _Optional[str] = ...) -> None: ...
 
 class DeploymentStatus(_message.Message):
-    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned", "advised", "drains", "unreachable")
+    __slots__ = ("deployment", "state", "reason", "phase", "settings", "epoch", "ranks", "rollout", "last_verdict", "live_generation", "imbalance", "window_coverage", "window_index", "windows_accepted", "windows_refused", "window_tokens", "layers", "rank_loads", "learned", "advised", "drains", "unreachable", "restoring")
     class WindowsRefusedEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +201,7 @@ class DeploymentStatus(_message.Message):
     ADVISED_FIELD_NUMBER: _ClassVar[int]
     DRAINS_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    RESTORING_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     state: str
     reason: str
@@ -223,7 +224,8 @@ class DeploymentStatus(_message.Message):
     advised: AdvisedView
     drains: _containers.RepeatedCompositeFieldContainer[DrainView]
     unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableView]
-    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ..., drains: _Optional[_Iterable[_Union[DrainView, _Mapping]]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableView, _Mapping]]] = ...) -> None: ...
+    restoring: str
+    def __init__(self, deployment: _Optional[str] = ..., state: _Optional[str] = ..., reason: _Optional[str] = ..., phase: _Optional[_Union[_common_pb2.Phase, str]] = ..., settings: _Optional[_Union[SettingsView, _Mapping]] = ..., epoch: _Optional[int] = ..., ranks: _Optional[_Iterable[_Union[RankStatus, _Mapping]]] = ..., rollout: _Optional[_Union[RolloutStatus, _Mapping]] = ..., last_verdict: _Optional[_Union[VerdictView, _Mapping]] = ..., live_generation: _Optional[int] = ..., imbalance: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., window_coverage: _Optional[float] = ..., window_index: _Optional[int] = ..., windows_accepted: _Optional[int] = ..., windows_refused: _Optional[_Mapping[str, int]] = ..., window_tokens: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[_common_pb2.Layer, _Mapping]]] = ..., rank_loads: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., learned: _Optional[_Union[LearnedView, _Mapping]] = ..., advised: _Optional[_Union[AdvisedView, _Mapping]] = ..., drains: _Optional[_Iterable[_Union[DrainView, _Mapping]]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableView, _Mapping]]] = ..., restoring: _Optional[str] = ...) -> None: ...
 
 class StatusResponse(_message.Message):
     __slots__ = ("planner", "version", "store", "store_ok", "deployments", "uptime_s", "configuration")

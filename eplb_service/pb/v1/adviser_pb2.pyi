@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class AdviseRequest(_message.Message):
-    __slots__ = ("deployment", "engine", "origin", "sequence", "model", "layer_ids", "rank_ids", "nodes", "num_logical", "dispatch", "num_groups", "load", "current", "digest", "expert_bytes", "steps", "step_time_s", "timeout_s")
+    __slots__ = ("deployment", "engine", "origin", "sequence", "model", "layer_ids", "rank_ids", "nodes", "num_logical", "dispatch", "num_groups", "load", "current", "digest", "expert_bytes", "steps", "step_time_s", "timeout_s", "copied_generation", "copied_s", "copy_held_steps")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,9 @@ class AdviseRequest(_message.Message):
     STEPS_FIELD_NUMBER: _ClassVar[int]
     STEP_TIME_S_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    COPIED_GENERATION_FIELD_NUMBER: _ClassVar[int]
+    COPIED_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_HELD_STEPS_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     engine: str
     origin: int
@@ -44,7 +47,10 @@ class AdviseRequest(_message.Message):
     steps: int
     step_time_s: float
     timeout_s: float
-    def __init__(self, deployment: _Optional[str] = ..., engine: _Optional[str] = ..., origin: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., rank_ids: _Optional[_Iterable[int]] = ..., nodes: _Optional[_Iterable[str]] = ..., num_logical: _Optional[int] = ..., dispatch: _Optional[str] = ..., num_groups: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., current: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., digest: _Optional[int] = ..., expert_bytes: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., step_time_s: _Optional[float] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    copied_generation: int
+    copied_s: float
+    copy_held_steps: bool
+    def __init__(self, deployment: _Optional[str] = ..., engine: _Optional[str] = ..., origin: _Optional[int] = ..., sequence: _Optional[int] = ..., model: _Optional[str] = ..., layer_ids: _Optional[_Iterable[int]] = ..., rank_ids: _Optional[_Iterable[int]] = ..., nodes: _Optional[_Iterable[str]] = ..., num_logical: _Optional[int] = ..., dispatch: _Optional[str] = ..., num_groups: _Optional[int] = ..., load: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., current: _Optional[_Union[_common_pb2.Array, _Mapping]] = ..., digest: _Optional[int] = ..., expert_bytes: _Optional[_Iterable[int]] = ..., steps: _Optional[int] = ..., step_time_s: _Optional[float] = ..., timeout_s: _Optional[float] = ..., copied_generation: _Optional[int] = ..., copied_s: _Optional[float] = ..., copy_held_steps: bool = ...) -> None: ...
 
 class AdviseReply(_message.Message):
     __slots__ = ("origin", "sequence", "move", "generation", "digest", "reason", "rows")

@@ -80,14 +80,16 @@ class Imbalance(_message.Message):
     def __init__(self, mean_over_layers: _Optional[float] = ..., worst_layer: _Optional[float] = ..., per_layer: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class MoveSummary(_message.Message):
-    __slots__ = ("experts", "slots_rewritten", "bytes")
+    __slots__ = ("experts", "slots_rewritten", "bytes", "bytes_from_backups")
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_REWRITTEN_FIELD_NUMBER: _ClassVar[int]
     BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FROM_BACKUPS_FIELD_NUMBER: _ClassVar[int]
     experts: int
     slots_rewritten: int
     bytes: LinkBytes
-    def __init__(self, experts: _Optional[int] = ..., slots_rewritten: _Optional[int] = ..., bytes: _Optional[_Union[LinkBytes, _Mapping]] = ...) -> None: ...
+    bytes_from_backups: int
+    def __init__(self, experts: _Optional[int] = ..., slots_rewritten: _Optional[int] = ..., bytes: _Optional[_Union[LinkBytes, _Mapping]] = ..., bytes_from_backups: _Optional[int] = ...) -> None: ...
 
 class LinkBytes(_message.Message):
     __slots__ = ("same_rank", "same_node", "cross_node")

@@ -73,7 +73,7 @@ class ObservedWindow(_message.Message):
     def __init__(self, window_index: _Optional[int] = ..., mean: _Optional[float] = ..., worst_layer: _Optional[float] = ..., previous_mean: _Optional[float] = ..., previous_worst_layer: _Optional[float] = ..., step_s: _Optional[float] = ..., expected_step_s: _Optional[float] = ..., previous_step_s: _Optional[float] = ...) -> None: ...
 
 class GenerationView(_message.Message):
-    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest", "promised_gain", "observed_windows", "outcome", "judgement")
+    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest", "promised_gain", "observed_windows", "outcome", "judgement", "copied_s", "copy_held_steps")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,8 @@ class GenerationView(_message.Message):
     OBSERVED_WINDOWS_FIELD_NUMBER: _ClassVar[int]
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     JUDGEMENT_FIELD_NUMBER: _ClassVar[int]
+    COPIED_S_FIELD_NUMBER: _ClassVar[int]
+    COPY_HELD_STEPS_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     generation: int
     placement: _common_pb2.Placement
@@ -120,7 +122,9 @@ class GenerationView(_message.Message):
     observed_windows: _containers.RepeatedCompositeFieldContainer[ObservedWindow]
     outcome: str
     judgement: str
-    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ...) -> None: ...
+    copied_s: float
+    copy_held_steps: bool
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ..., copied_s: _Optional[float] = ..., copy_held_steps: bool = ...) -> None: ...
 
 class GetRolloutEventsRequest(_message.Message):
     __slots__ = ("deployment", "generation")

@@ -1,14 +1,15 @@
-"""How large an expert is: read from the weights that an engine has in hand where it calls its policy.
+"""Who calls the policy, and what it has in hand: all that an engine does not tell its policy is looked at there.
 
-No engine tells its policy. But who calls it holds the model whose map it asks about, in a variable: that is looked at, and
-nothing else. Where it is not there, or is something else than we know, the size is not known, and nobody guesses one from a
-model's configuration: quantised weights come with scales, and padded ones are larger than they need to be.
+How large an expert is, is read from the weights of the model whose map is asked about. Where they are not there, or are
+something else than we know, the size is not known, and nobody guesses one from a model's configuration: quantised weights come
+with scales, and padded ones are larger than they need to be.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 OWN = "agent."
@@ -16,24 +17,30 @@ FRAMES_MAX = 12
 """Callers that are looked at: engines wrap hooks, and a step of an engine is many frames deep."""
 
 
-def variable_of_caller(*names: str) -> Any:
-    """The first of these variables that whoever called us has, in the engine's own code nearest to us; None = it has none."""
+def calling_frame() -> FrameType | None:
+    """The engine's own code nearest to us; None = nobody of an engine called."""
     frame = inspect.currentframe()
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(OWN):
         frame = frame.f_back
+    return frame
+
+
+def variable_of_caller(*names: str) -> Any:
+    """The first of these variables that the engine's own code nearest to us has; None = it has none."""
+    frame = calling_frame()
     found = None if frame is None else frame.f_locals
     return next((found[name] for name in names if found is not None and found.get(name) is not None), None)
 
 
-def caller_of_class(class_name: str) -> Any:
-    """The object of this class whose method is among our callers; None = there is none."""
+def method_of_class(class_name: str) -> tuple[Any, FrameType] | None:
+    """The nearest method of this class among our callers: its object, and where it runs; None = there is none."""
     frame = inspect.currentframe()
     for _ in range(FRAMES_MAX):
         if frame is None:
             return None
         caller = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
         if type(caller).__name__ == class_name:
-            return caller
+            return caller, frame
         frame = frame.f_back
     return None
 
