@@ -18,7 +18,7 @@ from eplb_service.cli.output import (
     seconds_text,
     to_plain,
 )
-from eplb_service.coverage import why_uncovered
+from eplb_service.coverage import RESTART, why_uncovered
 from eplb_service.ids import LayerRef
 from eplb_service.pb.v1 import admin_pb2
 
@@ -88,7 +88,7 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
         yield "PAUSED", f"{settings.pause_reason or 'no reason given'} (`eplb resume -d {view.deployment}` ends it)", "yellow"
     if view.unreachable:
         lost = {LayerRef(found.layer.model, found.layer.layer_id): tuple(found.experts) for found in view.unreachable}
-        yield "UNREACHABLE", why_uncovered(lost), "red"
+        yield "UNREACHABLE", why_uncovered(lost, view.restoring or RESTART), "red"
     for found in view.drains:
         yield "drained", found.reason, "" if found.state in ("safe_to_stop", "absent") else "yellow"
     yield "live", f"generation {view.live_generation}{'' if view.live_generation else ', as the engine loaded it'}", ""

@@ -48,6 +48,7 @@ from eplb_service.planner.load_watch import LoadWatch
 from eplb_service.planner.loads import dispatch_of, loads_of
 from eplb_service.planner.outcomes import Outcomes
 from eplb_service.planner.proposing import Decision, Known
+from eplb_service.planner.restoring import Restoring
 from eplb_service.planner.write_lane import WriteLane
 from eplb_service.rollout.chunk_ids import drawn_sequence
 from eplb_service.rollout.events import (
@@ -95,6 +96,7 @@ class Deployment:
             ),
         )
         self.outcomes = Outcomes(self)
+        self.restoring = Restoring(self)
         self.carrier = Carrier(name, self.outcomes, context.clock, self.outcomes.count, silence_s=config.rollout.rank_silence_s)
         self.leading = Leading(
             name,
@@ -295,6 +297,12 @@ class Deployment:
         return unreachable(told) if told is not None else {}
 
     @property
+    def why_uncovered(self) -> str:
+        """Which experts live on no rank, and what is done about it; empty when there are none."""
+        lost = self.unreachable
+        return why_uncovered(lost, self.restoring.story) if lost else ""
+
+    @property
     def _told_placement(self) -> Placement | None:
         """What ranks said last that they route by; None while they are not complete, or it is not known."""
         live = self.known_live if self.members is not None else None
@@ -377,7 +385,7 @@ class Deployment:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
             return "observe_only", self._why_observing(group.observe_only)
-        stuck = why_uncovered(self.unreachable) or self._why_drained_too_far()
+        stuck = self.why_uncovered or self._why_drained_too_far()
         return "ready", self.carrier.waiting_reason or stuck or self._last_refusal() or self.last_error
 
     def state_text(self) -> str:
@@ -413,8 +421,8 @@ class Deployment:
 
     # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def why_not_plan(self) -> str:
-        """What speaks against a new generation now; empty when nothing does."""
+    def why_not_begin(self) -> str:
+        """Why nothing at all can be published now; empty when something can."""
         if self.lane is None or not self.leads:
             return f"this planner does not lead {self.name}: {self.leading.why_not}"
         if self.context.health.reason:
@@ -423,7 +431,11 @@ class Deployment:
             return f"{self.name} is paused ({self.ledger.settings.pause_reason or 'no reason given'}); resume it first"
         if not self.is_free:
             return f"{self.name} is {self.state_text()}"
-        return why_uncovered(self.unreachable) or self._why_drained_too_far()
+        return ""
+
+    def why_not_plan(self) -> str:
+        """What speaks against a new generation for balance, or for an operator, now; empty when nothing does."""
+        return self.why_not_begin() or self.why_uncovered or self._why_drained_too_far()
 
     def _why_drained_too_far(self) -> str:
         """What ranks that stay cannot hold, where the group changed since ranks were drained; empty when they can hold all."""
@@ -447,6 +459,8 @@ class Deployment:
         window = self.window()
         if group is None or live is None:
             raise ConflictError(f"{self.name} cannot be planned, it is {self.state_text()}")
+        if self.unreachable:
+            raise ConflictError(f"{self.name} cannot be planned for balance: {self.why_uncovered}")
         if window is None:
             raise ConflictError(f"{self.name} has no closed load window yet; ranks report one every few steps, try again")
         decision = await self.context.proposer.propose(

@@ -1,39 +1,29 @@
 """Ranks that are to be stopped: an order that empties them, keeps them empty, and stands until it is taken back.
 
 The order is a setting, so it survives the planner. While something is left to move off a drained rank nothing is planned for
-balance; where a rollout of the drain was stopped half way, the next one is made from what is live then.
+balance (`standing`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import structlog
-
-from eplb_service.drain import is_drained, listed, serving, why_not_drained
+from eplb_service.drain import is_drained, listed, why_not_drained
 from eplb_service.errors import ConflictError, EplbError, InvalidInputError
 from eplb_service.generation import DRAIN
 from eplb_service.ids import RankId
 from eplb_service.imbalance import Imbalance
 from eplb_service.membership.group import Group
+from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement, Table
-from eplb_service.planner.documents import RequestRecord, Settings, VerdictRecord
-from eplb_service.planner.loads import imbalance_under
-from eplb_service.planner.proposing import moves_between, why_not_carried
-from eplb_service.planner.publishing import UNKNOWN, Content, publish
+from eplb_service.planner.documents import RequestRecord, Settings
+from eplb_service.planner.publishing import UNKNOWN
+from eplb_service.planner.standing import Plan, Standing
 from eplb_service.policy.drained import without_drained
 from eplb_service.policy.elastic import DEFAULT_TARGET
 
-if TYPE_CHECKING:
-    from eplb_service.planner.deployment import Deployment
-
 POLICY = "elastic"
-RETRY_S = 15.0
-"""Pause before a drain that came to nothing, or was stopped half way, is planned again."""
-
 ANY_IMBALANCE = 1e6
 """Target where no load was counted yet: the fewest moves."""
 
@@ -48,13 +38,10 @@ def named(ranks: Sequence[int], node: str) -> str:
     return " and ".join(parts) or "nothing"
 
 
-class Draining:
+class Draining(Standing):
     """Drains ranks of one deployment."""
 
-    def __init__(self, deployment: Deployment) -> None:
-        self._deployment = deployment
-        self._not_before_s = float("-inf")
-        self._log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)
+    word = DRAIN
 
     @property
     def is_due(self) -> bool:
@@ -81,7 +68,7 @@ class Draining:
         """
         deployment = self._deployment
         members, live = self._members()
-        why = self._why_not_now()
+        why = self._why_no_orders()
         if why:
             raise ConflictError(f"{deployment.name} cannot be drained now: {why}")
         chosen = _chosen(ranks, node, members)
@@ -144,78 +131,31 @@ class Draining:
             deployment.ledger.remember(record)
         return record
 
-    # ── the loop's part ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    async def go_on(self) -> None:
-        """Carry on with a drain that is not complete. Raises EplbError when it cannot be planned or published."""
-        deployment = self._deployment
-        if deployment.context.clock.monotonic() < self._not_before_s:
-            return
-        async with deployment.planning:
-            if not self.is_due or deployment.why_not_plan() or self._why_not_now():
-                return
-            asked = f"drain {named(sorted(deployment.drained), '')}"
-            await self._publish(asked, None)
-
-    def _wait(self) -> None:
-        """The next try comes after a pause, also where no window closes that would wake the loop."""
-        self._not_before_s = self._deployment.context.clock.monotonic() + RETRY_S
-        asyncio.get_running_loop().call_later(RETRY_S, self._deployment.plan_wanted.set)
-
     # ── what is published ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _publish(self, asked: str, record: RequestRecord | None) -> RequestRecord | None:
-        """Plan and publish a generation that empties the drained ranks. Call with `planning` held."""
-        deployment = self._deployment
-        group, live = deployment.members, deployment.known_live
-        if group is None or live is None:
-            raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
-        deployment.check_plannable()
-        self._wait()
-        window, drained = deployment.window(), deployment.drained
-        before = imbalance_under(window, live.placement, group) if window is not None else UNKNOWN
-        target, lower_bound, notes = await self._planned(before)
-        if deployment.live is not live or deployment.drained != drained:
-            raise ConflictError("the live map, or the drained ranks, changed while a drain was planned; it is planned again")
-        layers_max = deployment.context.config.rollout.layers_per_chunk_max
-        why = why_not_carried(live.placement, target, group, layers_max)
-        if why:
-            raise ConflictError(f"{deployment.name} cannot roll the drain out: {why}")
-        moves = moves_between(live.placement, target, group)
-        after = dataclasses.replace(group, topology=serving(group.topology, target, drained))
-        reason = f"move: an operator asked to {asked}: {moves.experts} experts find another rank"
-        verdict = self._verdict("; ".join([reason, *notes]), move=True)
-        deployment.record_verdict(verdict)
-        content = Content(
-            target=target,
-            before=before,
-            predicted=imbalance_under(window, target, after) if window is not None else UNKNOWN,
-            lower_bound=lower_bound if window is not None else UNKNOWN,
-            moves=moves,
-            policy=DRAIN,
-            reason=verdict.reason,
-        )
-        if record is not None:
-            record = dataclasses.replace(record, verdict=verdict)
-        return await publish(deployment, content, record, verdict)
+    @property
+    def _asked(self) -> str:
+        return f"drain {named(sorted(self._deployment.drained), '')}"
 
-    async def _planned(self, before: Imbalance) -> tuple[Placement, Imbalance, tuple[str, ...]]:
-        """A placement that leaves nothing on drained ranks, its lower bound, and what had to be given up for it.
+    def _why_not_yet(self) -> str:
+        return self._deployment.why_not_plan()
 
-        The fewest moves that leave no layer worse balanced than the worst one is now. Limits on moves are for the sake of
-        balance, and do not hold an operator's order up.
+    def _reason(self, asked: str, moves: MoveSummary) -> str:
+        return f"move: an operator asked to {asked}: {moves.experts} experts find another rank"
+
+    async def _plan(self, members: Group, live: Placement, before: Imbalance) -> Plan:
+        """A placement that leaves nothing on drained ranks: the fewest moves that leave no layer worse than the worst is now.
+
+        Limits on moves are for the sake of balance, and do not hold an operator's order up.
         """
         deployment = self._deployment
-        proposer, group, live = deployment.context.proposer, deployment.members, deployment.known_live
-        if group is None or live is None:
-            raise ConflictError(f"{deployment.name} lost its group meanwhile; try again")
-        window, drained = deployment.window(), deployment.drained
+        proposer, window, drained = deployment.context.proposer, deployment.window(), deployment.drained
         wanted = max(proposer.planning.max_imbalance or 1.0, DEFAULT_TARGET, *before.per_layer, 1.0)
         tables: list[Table] = []
         bounds: list[float] = []
         notes: list[str] = []
-        for table in live.placement.tables:
-            problem = proposer.problem(table, window, group)
+        for table in live.tables:
+            problem = proposer.problem(table, window, members)
             free = dataclasses.replace(
                 problem,
                 constraints=problem.constraints.without_move_limits(),
@@ -227,10 +167,11 @@ class Draining:
             tables.append(proposal.placement)
             bounds.extend(proposal.lower_bound.per_layer)
             notes += given_up
-        return Placement(tuple(tables)), Imbalance(tuple(bounds)), tuple(dict.fromkeys(notes))
-
-    def _verdict(self, reason: str, *, move: bool) -> VerdictRecord:
-        return VerdictRecord(move=move, code=DRAIN, reason=reason, decided_at_s=self._deployment.context.clock.wall())
+        return Plan(
+            target=Placement(tuple(tables)),
+            lower_bound=Imbalance(tuple(bounds)) if window is not None else UNKNOWN,
+            notes=tuple(dict.fromkeys(notes)),
+        )
 
     def _members(self) -> tuple[Group, Placement]:
         """The group and what is live. Raises ConflictError while either is not known."""
@@ -239,14 +180,6 @@ class Draining:
         if members is None or live is None:
             raise ConflictError(f"{deployment.name} is {deployment.state_text()}; try again then")
         return members, live.placement
-
-    def _why_not_now(self) -> str:
-        settings = self._deployment.ledger.settings
-        if settings.mode == "pinned":
-            return "it is pinned: what is live stays; `eplb mode observe` or `eplb mode auto` lifts the pin"
-        if settings.paused:
-            return f"it is paused ({settings.pause_reason or 'no reason given'}); resume it first"
-        return ""
 
 
 def _chosen(ranks: Sequence[int], node: str, members: Group) -> frozenset[RankId]:

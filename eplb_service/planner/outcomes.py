@@ -14,7 +14,7 @@ import structlog
 from eplb_service import control
 from eplb_service.coverage import why_uncovered
 from eplb_service.errors import EplbError, FencedError
-from eplb_service.generation import Generation, GenerationState, LiveMap
+from eplb_service.generation import RESTORE, Generation, GenerationState, LiveMap
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.planner.documents import RolloutDocument
@@ -43,6 +43,7 @@ class Outcomes:
 
     def begin(self, unfinished: Generation | None) -> None:
         """A leadership begins (or ended, with None). unfinished: what the one before did not finish."""
+        self._deployment.restoring.start_over()
         self._resumable, self.rollout_since_s = unfinished, None
 
     def forget_unfinished(self, reason: str) -> None:
@@ -142,7 +143,7 @@ class Outcomes:
 
     def _tell_unreachable(self) -> None:
         """Experts that live on no rank are an error in the log, once; and so is that they are back."""
-        why = why_uncovered(self._deployment.unreachable)
+        why = why_uncovered(self._deployment.unreachable, "no token that chooses them can be served")
         if why and why != self._uncovered:
             self._log.error("experts.unreachable", reason=why)
             self._deployment.note("experts.unreachable", why)
@@ -172,6 +173,8 @@ class Outcomes:
             self._deployment.load.live_known(live)
         if generation is None:
             return
+        if generation.policy == RESTORE:
+            self._deployment.restoring.ended(effect)
         if active:
             self._became_active(generation, effect)
         else:
@@ -233,6 +236,7 @@ class Outcomes:
 
     def group_changed(self, group: Group | None) -> None:
         """A group formed, or is no more."""
+        self._deployment.restoring.start_over()
         self._deployment.load.group_changed(group)
         if group is not None:
             self._deployment.learning.group_changed()

@@ -170,6 +170,7 @@ def why_not_carried(live: Placement, target: Placement, group: Group, layers_max
             staging_bytes=group.staging_bytes,
             layers_max=layers_max,
             fan_out=group.fan_out,
+            restorers=group.restorers,
         )
     except InvalidInputError as error:
         return str(error)
@@ -370,6 +371,7 @@ class Proposer:
                 staging_bytes=group.staging_bytes,
                 layers_max=self.layers_per_chunk_max,
                 flip_bytes_max=most,
+                restorers=group.restorers,
             )
             for point in points
         ]

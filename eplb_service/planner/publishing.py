@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -13,9 +14,11 @@ from eplb_service.generation import Generation
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement
-from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import Loads, RequestRecord, VerdictRecord
 from eplb_service.planner.ledger import Previous
+
+if TYPE_CHECKING:
+    from eplb_service.planner.deployment import Deployment
 
 UNKNOWN = Imbalance(())
 """Of a load that nobody measured."""
@@ -90,7 +93,7 @@ async def publish(
     deployment.note("generation.published", f"generation {number}: {content.reason}")
     await failpoints.reach_async("planner.generation.persisted")
     took_s, most_s = clock.monotonic() - begin_s, deployment.context.config.planning.proposal_ttl_s
-    why = deployment.why_not_plan()
+    why = deployment.why_not_begin()
     if took_s > most_s:
         why = f"the store took {took_s:.0f} s to take it, at most {most_s:.0f} s are allowed (planning.proposal_ttl_s)"
     elif not why and deployment.live is not live:

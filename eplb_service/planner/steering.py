@@ -78,6 +78,9 @@ class Steering:
             await deployment.plan_wanted.wait()
             deployment.plan_wanted.clear()
             await self._guarded(self._validate, "validation")
+            if deployment.restoring.is_due:  # before anything else: tokens that choose lost experts cannot be served
+                await self._guarded(deployment.restoring.go_on, "restore")
+                continue
             if self.draining.is_due:  # before anything is planned for balance
                 await self._guarded(self.draining.go_on, "drain")
                 continue
@@ -213,14 +216,19 @@ class Steering:
         return settings
 
     async def resume(self) -> Settings:
-        """Plan again."""
-        return await self._change(paused=False, pause_reason="")
+        """Plan again; what was given up is tried again."""
+        settings = await self._change(paused=False, pause_reason="")
+        self.deployment.restoring.start_over()
+        self.deployment.plan_wanted.set()
+        return settings
 
     async def set_mode(self, mode: str) -> Settings:
         """`observe`, `auto`, or `pinned`: only a rollback changes what is live."""
         if mode not in MODES:
             raise InvalidInputError(f"mode {mode[:40]!r} is unknown: use {' or '.join(MODES)}")
-        return await self._change(mode=mode)
+        settings = await self._change(mode=mode)
+        self.deployment.plan_wanted.set()
+        return settings
 
     async def _change(self, **changes: Any) -> Settings:
         return await self.deployment.change_settings(lambda settings: dataclasses.replace(settings, **changes))

@@ -178,7 +178,8 @@ class Outcome(StrEnum):
 class Finished:
     """The answer to `Start`. flip_boundaries: of the chunks that flipped, ascending. seconds: since `Start`.
 
-    stall: of the longest of its flips; None where there was nothing to flip.
+    stall: of the longest of its flips; None where there was nothing to flip. refused: ranks did not take a chunk, as often as
+    it was tried, or for a reason that another try would meet again.
     """
 
     generation: GenerationNumber
@@ -187,6 +188,7 @@ class Finished:
     flip_boundaries: tuple[int, ...]
     seconds: float
     stall: FlipStall | None = None
+    refused: bool = False
 
 
 class AlarmCode(StrEnum):

@@ -346,10 +346,10 @@ class Run:
         if self._cancelled:
             self._finish(Outcome.STOPPED, self._cancelled, now)
         elif outcome.fatal or outcome.ask_again:
-            self._finish(Outcome.STOPPED, outcome.reason, now, ask_again=outcome.ask_again)
+            self._finish(Outcome.STOPPED, outcome.reason, now, ask_again=outcome.ask_again, refused=outcome.fatal)
         elif self.tries >= self._settings.tries_max:
             reason = f"gave up chunk {self.index + 1} after {self.tries} tries: {outcome.reason}"
-            self._finish(Outcome.STOPPED, reason, now)
+            self._finish(Outcome.STOPPED, reason, now, refused=True)
         else:
             self._back_off(now, self._settings.backoff_after(self.tries))
 
@@ -364,7 +364,14 @@ class Run:
         self.hold = ""
 
     def _finish(
-        self, outcome: Outcome, reason: str, now: float, *, alarm: Alarm | None = None, ask_again: bool = False
+        self,
+        outcome: Outcome,
+        reason: str,
+        now: float,
+        *,
+        alarm: Alarm | None = None,
+        ask_again: bool = False,
+        refused: bool = False,
     ) -> None:
         """The one way out."""
         finished = Finished(
@@ -374,6 +381,7 @@ class Run:
             flip_boundaries=tuple(self._flip_boundaries),
             seconds=now - self._started_s,
             stall=self._stall,
+            refused=refused,
         )
         self.ended = RunEnd(finished, alarm=alarm, ask_again=ask_again)
         self._effects.append(finished)

@@ -17,6 +17,7 @@ import numpy as np
 
 from eplb_service.attach import Attach, FromAgent
 from eplb_service.control import (
+    CAPABILITY_RESTORE,
     Address,
     Arm,
     Armed,
@@ -105,7 +106,8 @@ class Rank:
 class Fleet:
     """Ranks of one deployment behind one agent process. Tokens of expert e in layer l: `loads[l, e]` for each report.
 
-    rank_ids: in column order; empty = 0 to num_ranks - 1.
+    rank_ids: in column order; empty = 0 to num_ranks - 1. restorers: ranks that say that they have a backup. no_backup: why
+    they refuse what is to come from it all the same; empty = they do not.
     """
 
     target: str
@@ -121,6 +123,8 @@ class Fleet:
     group_id: int = 77
     rank_ids: tuple[int, ...] = ()
     dispatch: str = "even"
+    restorers: tuple[int, ...] = ()
+    no_backup: str = ""
     hold_hello: bool = False
     hold_flips: bool = False
     hold_staging: bool = False
@@ -262,6 +266,7 @@ class Fleet:
             staging_bytes=self.staging_bytes,
             replica_table_width=16,
             weights_version=1,
+            capabilities=(CAPABILITY_RESTORE,) if rank.address.rank_id in self.restorers else (),
         )
 
     # ── what a hook does ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -309,6 +314,10 @@ class Fleet:
         for change in stage.layers:
             if row_digest(change.layer, np.array(rank.rows[change.layer])) != change.old_digest:
                 return refuse(RefusalCode.OLD_DIGEST, f"layer {change.layer} routes by another row")
+        mine = [copy for copy in stage.copies if copy.is_from_backup and copy.target_rank == rank.address.rank_id]
+        if mine and (self.no_backup or rank.address.rank_id not in self.restorers):
+            rank.closed_id = max(rank.closed_id, stage.chunk_id)
+            return refuse(RefusalCode.TRANSFER, f"expert {mine[0].expert} was not restored: {self.no_backup or 'no backup'}")
         rank.staged = stage
         rank.generation_seen = max(rank.generation_seen, stage.generation)
         if not self.hold_staging:

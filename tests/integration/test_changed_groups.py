@@ -39,6 +39,7 @@ def formed_anew(before: Fleet, *rank_ids: int) -> Fleet:
         slots=before.slots,
         group_id=before.group_id + 1,
         rank_ids=rank_ids,
+        restorers=before.restorers,
     )
     for layer, row in before.ranks[0].rows.items():
         held = {rank: row[place * before.slots : (place + 1) * before.slots] for place, rank in enumerate(before.rank_ids)}

@@ -213,7 +213,7 @@ def test_an_order_that_was_stored_by_a_planner_that_died_is_carried_out_by_the_n
 
 
 def test_a_drain_that_ranks_refuse_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eplb_service.planner.draining.RETRY_S", 0.2)
+    monkeypatch.setattr("eplb_service.planner.standing.RETRY_S", 0.2)
 
     async def scenario() -> None:
         async with planner(rollout__tries_max="1") as (_, address), Fleet(address) as fleet:
