@@ -450,6 +450,7 @@ class Hook:
         self._forming = None  # of an earlier try, with the store that it hosts
         forming = self._forming = Forming(description, place, timeout_s=config.rendezvous_timeout_s)
         agreement = forming.agree(config.vote_period)
+        reach("hook.reform.agreed")
         forming.done(self._flip_if_decided(agreement, description.address.rank_id))
         live = forming.live(shape.layers, weighted=shape.weighted)
         write_tables(
@@ -472,6 +473,7 @@ class Hook:
             problem = str(error)
         if self._stager is not None and not problem:
             self._stager.form_again(shape, description.nodes, forming.store, known, self._weights_version)
+        reach("hook.reform.gathered")
         self._enter_group(facts, agreement, Meeting(forming.store, votes, problem))
 
     def _staging_problem(self, facts: EngineFacts, store: Store) -> str:

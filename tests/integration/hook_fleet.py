@@ -439,6 +439,14 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def wait_for(path: Path, *, gone: bool = False) -> None:
+    """Until a file that a rank makes is there, or is gone."""
+    until = time.monotonic() + WAIT_S
+    while path.exists() == gone:
+        assert time.monotonic() < until, f"{path} is {'still' if gone else 'not'} there after {WAIT_S} s"
+        time.sleep(0.005)
+
+
 # ── the driver ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from eplb_service.control import Armed, Committed, Disarmed, Flipped, RefusalCode, Refused, Staged
 from eplb_service.ids import ChunkId
-from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, SLOTS, WAIT_S, Fleet
+from tests.integration.hook_fleet import EXPERT_BYTES, LAYERS, SLOTS, WAIT_S, Fleet, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -30,13 +29,6 @@ def context() -> multiprocessing.context.ForkServerContext:
 def folder() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="eplb") as folder:
         yield folder
-
-
-def _wait_for(path: Path, *, gone: bool = False) -> None:
-    until = time.monotonic() + WAIT_S
-    while path.exists() == gone:
-        assert time.monotonic() < until, f"{path} is {'still' if gone else 'not'} there after {WAIT_S} s"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +52,7 @@ MOVED = (1, 0, 3, 2, 5, 4)
 def test_a_chunk_withdrawn_while_it_is_copied_is_disarmed_at_once_and_staging_is_free_after_the_copy_ended(pair: Fleet) -> None:
     held = Path(pair.folder) / "held"
     chunk = pair.stage({LAYERS[0]: MOVED})
-    _wait_for(held)
+    wait_for(held)
     pair.disarm(chunk)
     pair.expect(Disarmed, chunk)
     busy = pair.stage({LAYERS[0]: MOVED}, only=(0,))
@@ -180,7 +172,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_is_refused_before_the_deadlin
     fleet = Fleet(context, folder, num_ranks=3, failpoints={1: f"hook.staging.connected=pause:{held}"})
     fleet.step(3)
     chunk = fleet.stage({LAYERS[0]: (2, 3, 4, 5, 0, 1)}, stage_timeout_s=2 * WAIT_S)
-    _wait_for(held)
+    wait_for(held)
     fleet.kill(1)
     refused = fleet.expect(Refused, chunk, 2)  # within WAIT_S, less than the stage's own time
     assert {message.code for message in refused.values()} == {RefusalCode.TRANSFER}
