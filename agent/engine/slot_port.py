@@ -18,7 +18,7 @@ class SlotPort:
     """The part of an `EnginePort` that follows from slots and tables.
 
     Attributes:
-        description: What the engine is.
+        description: What the engine is, in its present group.
         layers: Slots and tables by layer.
         device: Where the model runs.
     """
@@ -36,7 +36,7 @@ class SlotPort:
         return {name: SlotTensor(tensor) for name, tensor in self._layer(layer).slots.items()}
 
     def routing_tables(self, layer: LayerRef) -> RoutingTables:
-        """The tables that the dispatch reads: live storage."""
+        """The tables that the dispatch reads: live storage, until the group forms again."""
         return self._layer(layer).tables
 
     def rederive(self, layer: LayerRef, slots: Sequence[int]) -> None:  # noqa: ARG002 - the port's signature

@@ -55,6 +55,10 @@ class KvCache:
         """Tokens that this layer holds: during a step, earlier layers are ahead of later ones."""
         return self._layer_lengths[layer_id]
 
+    def truncate(self, length: int) -> None:
+        """Forget what any layer holds beyond so many tokens; what was there is written over."""
+        self._layer_lengths = [min(held, length) for held in self._layer_lengths]
+
     def append(self, layer_id: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add tokens to one layer and return all it holds.
 

@@ -52,6 +52,9 @@ class ScriptedHook:
     def start(self) -> None:
         pass
 
+    def reform(self) -> None:
+        raise NotImplementedError("this script is of one group")
+
     def close(self) -> None:
         pass
 
@@ -203,6 +206,9 @@ class LateHook:
 
     def start(self) -> None:
         self._hook.start()
+
+    def reform(self) -> None:
+        self._hook.reform()
 
     def close(self) -> None:
         self._hook.close()

@@ -219,7 +219,7 @@ def test_a_fleet_whose_agent_process_is_missing_serves_as_loaded() -> None:
 
 
 def test_variables_reach_the_ranks_that_they_are_meant_for() -> None:
-    failpoints = {1: {"EPLB_FAILPOINTS": "never-mind"}}
+    failpoints = {1: {"EPLB_FAILPOINTS": "never=exit:/never"}}
     with tempfile.TemporaryDirectory(prefix="eplb-") as directory:
         config = fleet_config(
             directory,
@@ -232,7 +232,7 @@ def test_variables_reach_the_ranks_that_they_are_meant_for() -> None:
         with launch_ranks(config) as fleet:
             fleet.stop(timeout_s=WAIT_S)
         assert (Path(directory) / "environment-0").read_text() == "all None"
-        assert (Path(directory) / "environment-1").read_text() == "all never-mind"
+        assert (Path(directory) / "environment-1").read_text() == "all never=exit:/never"
 
 
 def test_a_draining_rank_finishes_what_it_has_and_rejects_the_rest() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,15 @@ from eplb_service.placement import fewest_slots
 
 DISPATCHES = (Dispatch.EVEN, Dispatch.NEAREST, Dispatch.WEIGHTED)
 """What this engine can do; it numbers an expert's tokens and hashes none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A rank by itself. hook_socket: its agent process's Unix socket; empty = no hook."""
+
+    rank_id: RankId
+    node: str
+    hook_socket: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +53,10 @@ class FleetConfig:
         prefill_tokens_max: Prompt tokens that one step of one rank takes up; a longer prompt goes alone.
         output_bytes_max: What may wait for a client that does not read before its requests pause.
         dummy_tokens: Tokens, 0 or 1, that a rank without requests computes in a step; never counted or recorded.
+        survives: Whether ranks that are left go on without one that is lost, and take new ones in (`Fleet.join`).
+        restores: Whether ranks that survive give their hooks the checkpoint, so that experts which no rank holds come back.
         start_timeout_s, step_timeout_s: Deadline of start-up, and of a collective within a step.
+        form_timeout_s: Deadline of forming the group again.
     """
 
     deployment: DeploymentId
@@ -75,8 +87,11 @@ class FleetConfig:
     prefill_tokens_max: int = 256
     output_bytes_max: int = 4 << 20
     dummy_tokens: int = 0
+    survives: bool = False
+    restores: bool = True
     start_timeout_s: float = 60.0
     step_timeout_s: float = 120.0
+    form_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         """Refuse what cannot be laid out. Raises InvalidInputError."""
@@ -104,6 +119,24 @@ class FleetConfig:
         """R."""
         return len(self.rank_ids)
 
+    def regrouped(self, members: Sequence[Member], *, slots_per_rank: int, engine_port: int, hook_port: int) -> FleetConfig:
+        """The same fleet with other ranks, of as many slots each. Variables of processes are not kept: they were set."""
+        return replace(
+            self,
+            rank_ids=tuple(member.rank_id for member in members),
+            nodes=tuple(member.node for member in members),
+            hook_sockets=tuple(member.hook_socket for member in members) if self.hook_sockets else (),
+            slots_per_rank=slots_per_rank,
+            engine_port=engine_port,
+            hook_port=hook_port,
+            rank_environments={},
+        )
+
+    def member(self, position: int) -> Member:
+        """What a rank of the group is beside its place in it."""
+        socket = self.hook_sockets[position] if self.hook_sockets else ""
+        return Member(rank_id=self.rank_ids[position], node=self.nodes[position], hook_socket=socket)
+
     def slots(self, num_experts: int) -> int:
         """S for a layer of E experts. Raises InvalidInputError when all ranks' slots cannot hold the experts."""
         fewest = -(-num_experts // self.num_ranks)
@@ -118,10 +151,14 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """One rank of a fleet. position: its place in the group, the index into `rank_ids`."""
+    """One rank of a fleet. position: its place in the group, the index into `rank_ids`.
+
+    joins: it is new to a group that serves: it loads no expert, and waits until it is told which group to form.
+    """
 
     fleet: FleetConfig
     position: int
+    joins: bool = False
 
     @property
     def rank_id(self) -> RankId:

@@ -25,6 +25,11 @@ class StepStatus(Protocol):
         """What each MoE layer is routed by now; a layer that is missing is as loaded (0)."""
         ...
 
+    @property
+    def boundary(self) -> int:
+        """Step boundaries begun so far; where the group forms again, those of the rank that is ahead."""
+        ...
+
 
 class StepHook(Protocol):
     """What an engine calls on its hook (`agent.hook.hook.Hook`)."""
@@ -41,6 +46,10 @@ class StepHook(Protocol):
         """Logical experts that the router chose for real tokens. Shape (n, k), int64."""
         ...
 
+    def reform(self) -> None:
+        """The engine is in another group; once, between two steps, on every rank that was in one before."""
+        ...
+
     def close(self) -> None:
         """The engine runs no more steps."""
         ...
@@ -53,9 +62,10 @@ class StepHook(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStatus:
-    """Status of a hook that never flips."""
+    """Status of a hook that counts nothing."""
 
     generations: Mapping[LayerRef, int] = field(default_factory=dict)
+    boundary: int = 0
 
 
 class NoHook:
@@ -68,6 +78,9 @@ class NoHook:
         """Nothing to do."""
 
     def record(self, layer: LayerRef, experts: Tensor) -> None:
+        """Nothing to do."""
+
+    def reform(self) -> None:
         """Nothing to do."""
 
     def close(self) -> None:
@@ -94,10 +107,12 @@ class ReferenceEngine:
         hook: StepHook,
         model_name: str,
         dummy_tokens: int,
+        survives: bool = False,
     ) -> None:
         """Serve `model` with this rank's `layers`; see `FleetConfig` for the rest.
 
-        boundary, real_tokens, dummy_steps: counts so far. generations: of each layer in the step that was last begun.
+        boundary, real_tokens, dummy_steps: counts so far. steps: completed in this group. generations: of each layer in the
+        step that was last begun.
         """
         self._model = model
         self._layers = {layer.layer_id: layer for layer in layers}
@@ -105,8 +120,10 @@ class ReferenceEngine:
         self._exchange = exchange
         self._hook = hook
         self._dummy_tokens = dummy_tokens
+        self._survives = survives
         self._device = device_of(model)
         self.boundary = 0
+        self.steps = 0
         self.real_tokens = 0
         self.dummy_steps = 0
         self.generations: tuple[int, ...] = (0,) * len(self._layers)
@@ -116,25 +133,44 @@ class ReferenceEngine:
         """This rank's MoE layers, ascending."""
         return list(self._layers.values())
 
+    @property
+    def num_unreachable(self) -> int:
+        """Experts that no slot holds, over all layers: while there are any, no request can be served."""
+        return sum(layer.num_unreachable for layer in self._layers.values())
+
+    def regroup(self, exchange: ExpertExchange, *, boundary: int) -> None:
+        """Go on in another group, whose tables are written. boundary: of its first step, equal on all ranks."""
+        self._exchange = exchange
+        self.boundary = boundary
+        self.steps = 0
+        for layer in self._layers.values():
+            layer.settle(boundary)
+
     def step(self, batch: Sequence[Generation]) -> Sequence[int]:
         """Feed each request's pending tokens through the model; returns the token that follows, for each.
 
         An empty batch makes this a dummy step: the rank still computes its experts for the others.
+
+        Raises:
+            BrokenInvariantError: an expert has no replica. An engine that survives only takes no tokens then.
         """
         fed = [token for generation in batch for token in generation.pending()]
         real = bool(batch)
         self._hook.begin_step(num_real_tokens=len(fed))
         for layer in self._layers.values():
-            layer.notice_flip(self.boundary)
+            layer.notice_flip(self.boundary, may_lack=self._survives)
+            if real:
+                layer.check_reachable()
         live = self._hook.status.generations
         self.generations = tuple(live.get(ref, 0) for ref in self._refs.values())
         self.boundary += 1
-        self.real_tokens += len(fed)
-        self.dummy_steps += not real
-        spans = _spans(batch)
-        if not real and self._dummy_tokens:
+        num_real, spans = len(fed), _spans(batch)
+        if not real and self._dummy_tokens and not self.num_unreachable:
             fed, spans = [0] * self._dummy_tokens, [RowSpan(self._model.new_cache(), 0, self._dummy_tokens)]
         hidden = self._forward(fed, spans, real=real)
+        self.steps += 1
+        self.real_tokens += num_real
+        self.dummy_steps += not real
         if not real:
             return []
         last_rows = [span.start + span.count - 1 for span in spans]

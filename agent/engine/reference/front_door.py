@@ -58,6 +58,10 @@ class FrontDoor:
         """Call `callback` from `take` whenever `source` is readable."""
         self._selector.register(source, selectors.EVENT_READ, callback)
 
+    def forget(self, source: HasFileno) -> None:
+        """Watch it no longer; to be called before it is closed."""
+        self._selector.unregister(source)
+
     def paused(self) -> frozenset[int]:
         """Clients that do not read what they are sent: their requests rest until they do."""
         return frozenset(client for client, stream in self._clients.items() if stream.outgoing_bytes > self._output_bytes_max)

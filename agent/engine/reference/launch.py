@@ -1,4 +1,7 @@
-"""Starts the rank processes of a fleet, knows when they are ready, and leaves none behind."""
+"""Starts the rank processes of a fleet, knows when they are ready, and leaves none behind.
+
+Of a fleet that survives, `watch` sees which ranks are lost, and takes new ones in.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,20 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Self
 
 from agent.engine.reference.client import RankClient
-from agent.engine.reference.config import FleetConfig, RankConfig
+from agent.engine.reference.config import FleetConfig, Member, RankConfig
+from agent.engine.reference.coordinator import check_newcomers
+from agent.engine.reference.orders import Ready
 from agent.engine.reference.port import ExitCode
-from agent.engine.reference.rank import READY, run_rank
-from eplb_service.errors import DeadlineError, EnvironmentFault
+from agent.engine.reference.rank import run_rank
+from agent.engine.reference.watch import FleetWatch, Watched
+from eplb_service.errors import DeadlineError, EnvironmentFault, UnsupportedError
+from eplb_service.ids import RankId
 
 # Below Linux's range for outgoing connections, so that none takes a port between its choice and its use.
 _PORTS = range(20_000, 32_000)
@@ -75,61 +82,129 @@ def launch_ranks(config: FleetConfig, *, preload: Sequence[str] = ()) -> Fleet:
     context.set_forkserver_preload([run_rank.__module__, config.model_factory.partition(":")[0], *preload])
     with held_back(signal.SIGINT):  # and for its life: Ctrl-C would end its imports with a traceback; the launcher decides
         forkserver.ensure_running()
-    processes: list[BaseProcess] = []
-    connections: list[Connection] = []
+    ranks: list[Watched] = []
     try:
-        for position, rank_id in enumerate(config.rank_ids):
-            ours, theirs = context.Pipe()
-            rank = RankConfig(fleet=config, position=position)
-            process = context.Process(target=run_rank, args=(rank, theirs), name=f"rank-{rank_id}", daemon=True)
-            with held_back(signal.SIGINT, signal.SIGTERM):  # a rank that nobody knows of would wait for its peers for long
-                process.start()
-                processes.append(process)
-            theirs.close()
-            connections.append(ours)
-        fleet = Fleet(config, processes, connections)
+        for position in range(config.num_ranks):
+            start_rank_process(RankConfig(fleet=config, position=position), ranks)
+        fleet = Fleet(config, ranks)
         fleet.wait_ready()
     except BaseException:  # also an interrupt
-        Fleet(config, processes, connections).kill()
+        Fleet(config, ranks).kill()
         raise
     return fleet
+
+
+def start_rank_process(rank: RankConfig, started: list[Watched]) -> Watched:
+    """Fork one rank; it is in `started` whatever interrupts the caller."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=run_rank, args=(rank, theirs), name=f"rank-{rank.rank_id}", daemon=True)
+    with held_back(signal.SIGINT, signal.SIGTERM):  # a rank that nobody knows of would wait for its peers for long
+        process.start()
+        watched = Watched(member=rank.fleet.member(rank.position), process=process, connection=ours)
+        started.append(watched)
+    theirs.close()
+    return watched
 
 
 class Fleet:
     """Rank processes that run. As a context manager, kills what still runs at the end."""
 
-    def __init__(self, config: FleetConfig, processes: Sequence[BaseProcess], connections: Sequence[Connection]) -> None:
+    def __init__(self, config: FleetConfig, ranks: Sequence[Watched]) -> None:
         """See `launch_ranks`."""
-        self.config = config
-        self.processes = tuple(processes)
-        self._connections = tuple(connections)
+        self._launched = config
+        self._ranks = list(ranks)  # in the order of their start, those that ended too
+        self._watch: FleetWatch | None = None
+
+    @property
+    def config(self) -> FleetConfig:
+        """The present group; of a fleet that survives, ranks come and go."""
+        return self._launched if self._watch is None else self._watch.config
+
+    @property
+    def processes(self) -> tuple[BaseProcess, ...]:
+        """Of all ranks, in the order of their start; a rank that is lost stays in it."""
+        return tuple(rank.process for rank in self._ranks)
 
     def wait_ready(self) -> None:
         """Wait until every rank has said that it is ready. Raises as `launch_ranks`."""
-        deadline = time.monotonic() + self.config.start_timeout_s
-        last = dict.fromkeys(range(self.config.num_ranks), "process started")
-        positions = {id(connection): position for position, connection in enumerate(self._connections)}
-        waiting = list(self._connections)
+        deadline = time.monotonic() + self._launched.start_timeout_s
+        waiting = {id(rank.connection): rank for rank in self._ranks}
+        ready_of_all: Ready | None = None
         while waiting:
-            ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+            ready = wait([rank.connection for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = ", ".join(
-                    f"rank {self.config.rank_ids[position]} (last: {last[position]})"
-                    for position in sorted(positions[id(connection)] for connection in waiting)
-                )
-                raise DeadlineError(f"not ready within {self.config.start_timeout_s} s: {late}; is the machine overloaded?")
+                late = ", ".join(f"rank {rank.member.rank_id} (last: {rank.last})" for rank in waiting.values())
+                raise DeadlineError(f"not ready within {self._launched.start_timeout_s} s: {late}; is the machine overloaded?")
             for connection in ready:
-                position = positions[id(connection)]
+                rank = waiting[id(connection)]
                 try:
-                    last[position] = self._connections[position].recv()
+                    said = rank.connection.recv()
                 except (EOFError, ConnectionError):
-                    raise EnvironmentFault(self._why_ended(position, last[position])) from None
-                if last[position] == READY:
-                    waiting.remove(self._connections[position])
+                    raise EnvironmentFault(self._why_ended(rank)) from None
+                if isinstance(said, Ready):
+                    ready_of_all, rank.last = said, "ready"
+                    del waiting[id(connection)]
+                else:
+                    rank.last = said
+        if self._launched.survives and ready_of_all is not None:
+            ranks = {rank.member.rank_id: rank for rank in self._ranks}
+            self._watch = FleetWatch(self._launched, ranks, ready=ready_of_all, free_port=free_port)
+
+    def join(self, newcomers: Sequence[Member], *, timeout_s: float) -> None:
+        """Start ranks that join the group, with empty slots, and wait until they are in it.
+
+        Raises:
+            InvalidInputError: an id is taken.
+            UnsupportedError: the fleet does not survive changes of its group.
+            EnvironmentFault: a new rank ended first, with its reason; or the fleet did.
+            DeadlineError: the time is over.
+        """
+        if self._watch is None:
+            raise UnsupportedError("ranks cannot join this fleet: start it with FleetConfig.survives")
+        watch, present = self._watch, self._watch.config
+        check_newcomers(present.rank_ids, [newcomer.rank_id for newcomer in newcomers])
+        members = [present.member(position) for position in range(present.num_ranks)]
+        fleet = present.regrouped(
+            [*members, *newcomers],
+            slots_per_rank=watch.slots_per_rank,
+            engine_port=present.engine_port,
+            hook_port=present.hook_port,
+        )
+        started = []
+        for position in range(present.num_ranks, fleet.num_ranks):
+            rank = start_rank_process(RankConfig(fleet=fleet, position=position, joins=True), self._ranks)
+            watch.add(rank)
+            started.append(rank)
+        ids = {newcomer.rank_id for newcomer in newcomers}
+
+        def are_in(group: FleetConfig) -> bool:
+            for rank in started:
+                if watch.is_gone(rank.member.rank_id):
+                    raise EnvironmentFault(self._why_ended(rank))
+            return ids <= set(group.rank_ids)
+
+        watch.wait_for(are_in, f"ranks {sorted(ids)} to join", timeout_s=timeout_s)
+
+    def wait_for_ranks(self, rank_ids: Sequence[RankId], *, timeout_s: float) -> None:
+        """Wait until the group that serves has exactly these ranks, in this order. Raises as `join`."""
+        if self._watch is None:
+            raise UnsupportedError("the ranks of this fleet do not change: start it with FleetConfig.survives")
+        wanted = tuple(rank_ids)
+        self._watch.wait_for(lambda group: group.rank_ids == wanted, f"a group of ranks {list(wanted)}", timeout_s=timeout_s)
 
     def client(self, position: int) -> RankClient:
-        """A new connection to a rank. Raises EnvironmentFault when it is gone."""
+        """A new connection to the rank at a position of the present group. Raises EnvironmentFault when it is gone."""
         return RankClient(RankConfig(fleet=self.config, position=position).request_socket)
+
+    def process(self, rank_id: int) -> BaseProcess:
+        """The newest process of a rank. Raises KeyError when there was none."""
+        return {rank.member.rank_id: rank.process for rank in self._ranks}[RankId(rank_id)]
+
+    @property
+    def why_ended(self) -> str:
+        """Why a fleet that survives could not go on; empty while it does."""
+        return "" if self._watch is None else self._watch.reason
 
     def stop(self, *, timeout_s: float, cancel: bool = False) -> None:
         """Have all ranks finish their requests (or cancel them) and end.
@@ -139,35 +214,38 @@ class Fleet:
             DeadlineError: a rank still runs at the deadline; it is killed.
         """
         deadline = time.monotonic() + timeout_s
-        clients = [self.client(position) for position in range(self.config.num_ranks)]
+        present = self.config
+        ranks = [rank for rank in self._ranks if rank.member.rank_id in present.rank_ids and not self._was_lost(rank)]
+        clients = [self.client(position) for position in range(present.num_ranks)]
         for client in clients:
             client.stop(cancel=cancel)
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+        for rank in ranks:
+            rank.process.join(max(0.0, deadline - time.monotonic()))
         for client in clients:
             client.close()
-        late = [process.name for process in self.processes if process.is_alive()]
+        late = [rank.process.name for rank in ranks if rank.process.is_alive()]
         self.kill()
         if late:
             raise DeadlineError(f"{', '.join(late)} did not end within {timeout_s} s and were killed; a client may not read")
-        for position, process in enumerate(self.processes):
-            if process.exitcode != ExitCode.STOPPED:
-                raise EnvironmentFault(self._why_ended(position, "stop asked"))
+        for rank in ranks:
+            if rank.process.exitcode != ExitCode.STOPPED:
+                rank.last = "stop asked"
+                raise EnvironmentFault(self._why_ended(rank))
 
     def kill(self) -> None:
         """Kill what still runs."""
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-        for process in self.processes:
-            process.join()
-        for connection in self._connections:
-            connection.close()
+        if self._watch is not None:
+            self._watch.close()
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.connection.close()
 
     def reason(self, position: int) -> str:
-        """Why a rank ended, in its own words; empty when it left none."""
-        path: Path = RankConfig(fleet=self.config, position=position).reason_file
-        return path.read_text().strip() if path.exists() else ""
+        """Why the rank at a position of the group that was launched ended, in its own words; empty when it left none."""
+        return _reason(RankConfig(fleet=self._launched, position=position).reason_file)
 
     def __enter__(self) -> Self:
         return self
@@ -175,8 +253,16 @@ class Fleet:
     def __exit__(self, *_: object) -> None:
         self.kill()
 
-    def _why_ended(self, position: int, last: str) -> str:
-        process = self.processes[position]
-        process.join(5.0)
-        reason = self.reason(position) or "it left no reason; see its standard error"
-        return f"rank {self.config.rank_ids[position]} ended with code {process.exitcode} after {last!r}: {reason}"
+    def _was_lost(self, rank: Watched) -> bool:
+        """Whether it ended before a rank of the same id took its place, or the group went on without it."""
+        return self._launched.survives and rank.process is not self.process(rank.member.rank_id)
+
+    def _why_ended(self, rank: Watched) -> str:
+        rank.process.join(5.0)
+        path = Path(self._launched.run_directory) / f"rank-{rank.member.rank_id}.reason"
+        reason = _reason(path) or "it left no reason; see its standard error"
+        return f"rank {rank.member.rank_id} ended with code {rank.process.exitcode} after {rank.last!r}: {reason}"
+
+
+def _reason(path: Path) -> str:
+    return path.read_text().strip() if path.exists() else ""

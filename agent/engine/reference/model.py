@@ -109,6 +109,19 @@ class ExpertModel(Protocol):
         ...
 
 
+class RequestCache(Protocol):
+    """Keys and values of one request."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer holds."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget what any layer holds beyond so many tokens: a step that failed half way is taken again."""
+        ...
+
+
 class ServedModel(ExpertModel, Protocol):
     """A loaded model. Holds no state of any request. Spans and draws are `RowSpan` and `TokenDraw`, read by attribute."""
 
@@ -118,7 +131,7 @@ class ServedModel(ExpertModel, Protocol):
         ...
 
     def new_cache(self) -> Any:
-        """Empty keys and values of one request."""
+        """Empty keys and values of one request, a `RequestCache`."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:

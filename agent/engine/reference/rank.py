@@ -1,4 +1,4 @@
-"""Main function of a rank process: load the model, join the group, start the hook, then serve."""
+"""Main function of a rank process: load the model, join the group, start the hook, then serve, in one group after another."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import NoReturn, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from agent.engine.port import EngineDescription, EngineModel, EnginePort
+from agent.engine.port import EngineDescription, EnginePort
 from agent.engine.reference.config import RankConfig
 from agent.engine.reference.engine import NoHook, ReferenceEngine, StepHook
 from agent.engine.reference.exchange import ExpertExchange
-from agent.engine.reference.experts import LayerExperts, check_row_independence, linear_row, load_layer
+from agent.engine.reference.experts import LayerExperts, carried_row, check_row_independence, linear_row, load_layer
 from agent.engine.reference.front_door import FrontDoor
+from agent.engine.reference.group import RankGroup, form_group
 from agent.engine.reference.model import ServedModel, device_of, model_digest, resolve
-from agent.engine.reference.port import ExitCode, ReferencePort, leave
+from agent.engine.reference.orders import JOINED, LOADED, STOPPED, End, Form, Formed, LauncherLink, Ready, Standing
+from agent.engine.reference.port import ExitCode, ReferencePort, describe, leave
 from agent.engine.reference.scheduler import Scheduler
-from agent.engine.reference.server import RankServer
-from agent.engine.reference.wake import WakeMesh
+from agent.engine.reference.server import RankServer, Served
+from agent.engine.reference.survive import Reaction, reaction_to
 from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
-from eplb_service.control import Address, LayerInfo
 from eplb_service.dispatch import Dispatch
-from eplb_service.errors import EnvironmentFault, EplbError
-from eplb_service.ids import GroupId, Incarnation, LayerRef
+from eplb_service.errors import EplbError, InvalidInputError
+from eplb_service.ids import Incarnation, LayerRef
 from eplb_service.parent_death import die_with_parent
+from eplb_service.placement import EMPTY_SLOT
 
-# Names of what a starting rank reports to its launcher, in order.
-LOADED, JOINED, READY = "model loaded", "group joined", "ready"
+_LOG = logging.getLogger(__name__)
 
 
 def run_rank(config: RankConfig, launcher: Connection) -> None:
@@ -44,27 +44,21 @@ def run_rank(config: RankConfig, launcher: Connection) -> None:
 
     Args:
         config: Which rank of which fleet.
-        launcher: Gets LOADED, JOINED and READY; when its other end closes, the launcher is gone and so is this rank.
+        launcher: Gets LOADED, JOINED and Ready; when its other end closes, the launcher is gone and so is this rank. What
+            else goes over it: `orders`.
     """
     die_with_parent(os.getppid())  # the fork server, which dies with the launcher
     os.environ.update(config.environment)
     open_log(config)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C goes to all; the launcher decides
+    link = LauncherLink(launcher, on_gone=lambda: leave(ExitCode.STOPPED, "", config.reason_file))
     try:
-        server = start_rank(config, launcher.send)
+        rank = Rank(config, link)
+        rank.join()
     except (EplbError, dist.DistError) as error:
         leave(ExitCode.START_FAILED, str(error), config.reason_file)
-    server.door.watch(launcher, lambda: leave(ExitCode.STOPPED, "", config.reason_file))
-    launcher.send(READY)
-    try:
-        server.serve()
-        server.close()
-    except EplbError as error:
-        leave(ExitCode.STEP_FAILED, str(error), config.reason_file)
-    except RuntimeError as error:
-        # What torch raises when a collective fails: gloo has no class of its own for a peer that is gone.
-        text = f"step {server.engine.boundary - 1} failed; a peer is gone or stuck, or the model raised: {error}"
-        leave(ExitCode.STEP_FAILED, text, config.reason_file)
+    rank.serve()
+    link.report(STOPPED)
     leave(ExitCode.STOPPED, "", config.reason_file)
 
 
@@ -80,68 +74,214 @@ def open_log(config: RankConfig) -> None:
     logging.basicConfig(level=level, format=f"%(asctime)s rank-{config.rank_id} %(levelname)s %(message)s", force=True)
 
 
-def start_rank(config: RankConfig, report: Callable[[str], None]) -> RankServer:
-    """Load the model, join the group and start the hook.
+class Rank:
+    """One rank process: what it has loaded, and its life in one group after another."""
 
-    Raises:
-        EplbError: the configuration or model cannot be used, the ranks disagree, or some did not come in time.
-        torch.distributed.DistError: the group could not be formed.
-    """
-    fleet = config.fleet
-    torch.set_num_threads(1)
-    torch.set_grad_enabled(False)
-    model = cast("ServedModel", resolve(fleet.model_factory)())
-    layers = load_layers(model, config)
-    digest = model_digest(model)
-    inputs = model.embed(torch.arange(min(24, model.config.vocabulary), device=device_of(model)))
-    check_row_independence(model, layers[0], model.route(layers[0].layer_id, inputs).inputs)
-    door = FrontDoor(config.request_socket, output_bytes_max=fleet.output_bytes_max)
-    report(LOADED)
-    store = join_group(config, model, digest)
-    mesh = WakeMesh(
-        PrefixStore("wake", store),
-        position=config.position,
-        num_ranks=fleet.num_ranks,
-        host=fleet.rendezvous_host,
-        timeout_s=fleet.start_timeout_s,
-    )
-    door.watch(mesh, mesh.read)
-    report(JOINED)
-    port = ReferencePort(
-        description=describe(config, model, layers, digest, group_id=int(store.get("group_id"))),
-        layers={LayerRef(fleet.model_name, layer.layer_id): layer for layer in layers},
-        reason_file=config.reason_file,
-        device=device_of(model),
-    )
-    hook = make_hook(config, port)
-    hook.start()
-    engine = ReferenceEngine(
-        model=model,
-        layers=layers,
-        exchange=ExpertExchange(model, fleet.num_ranks),
-        hook=hook,
-        model_name=fleet.model_name,
-        dummy_tokens=fleet.dummy_tokens,
-    )
-    scheduler = Scheduler(
-        batch_max=fleet.batch_max,
-        queue_max=fleet.queue_max,
-        prefill_tokens_max=fleet.prefill_tokens_max,
-        context=model.config.context,
-        vocabulary=model.config.vocabulary,
-        new_cache=model.new_cache,
-    )
-    return RankServer(config=config, engine=engine, hook=hook, scheduler=scheduler, door=door, mesh=mesh)
+    _port: ReferencePort
+    _hook: StepHook
+    _server: RankServer
+
+    def __init__(self, config: RankConfig, link: LauncherLink) -> None:
+        """Load the model and open the door for clients. Raises EplbError when configuration or model cannot be used."""
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        self._config, self._link = config, link
+        self._model = cast("ServedModel", resolve(config.fleet.model_factory)())
+        self._layers = load_layers(self._model, config)
+        self._digest = model_digest(self._model)
+        self._incarnation = Incarnation(secrets.randbits(62) + 1)
+        self._device = device_of(self._model)
+        self._check_model()
+        if config.joins:  # a rank of this id may have been here before
+            config.request_socket.unlink(missing_ok=True)
+            config.reason_file.unlink(missing_ok=True)
+        self._door = FrontDoor(config.request_socket, output_bytes_max=config.fleet.output_bytes_max)
+        self._door.watch(link, link.read)
+        link.report(LOADED)
+        self._number = 0  # of the group that this rank is in, or tries to form
+        self._rank_ids = config.fleet.rank_ids  # those that the tables are of
+        self._began = False
+
+    def _check_model(self) -> None:
+        model = self._model
+        inputs = model.embed(torch.arange(min(24, model.config.vocabulary), device=self._device))
+        if not self._config.joins:
+            check_row_independence(model, self._layers[0], model.route(self._layers[0].layer_id, inputs).inputs)
+        if self._config.fleet.survives and not hasattr(model.new_cache(), "truncate"):
+            raise InvalidInputError(
+                f"{self._config.fleet.model_factory} cannot survive the loss of a rank: its caches have no method `truncate`"
+            )
+
+    def join(self) -> None:
+        """Form the group that the fleet starts with, or wait to be taken into one that serves.
+
+        Raises:
+            EplbError: the ranks disagree, or some did not come in time.
+            torch.distributed.DistError: the group could not be formed.
+        """
+        config, slots = self._config, self._layers[0].num_slots
+        ready = Ready(num_experts=self._model.config.num_experts, slots=slots)
+        if config.joins:
+            self._link.report(ready)
+            self._form_again()
+            return
+        group = form_group(config.fleet, config.position, digest=self._digest, device=self._device)
+        self._link.report(JOINED)
+        self._begin(group)
+        self._link.report(ready)
+
+    def serve(self) -> None:
+        """Serve until all ranks were told to stop. Ends the process when this rank must not go on."""
+        while True:
+            try:
+                if self._server.serve() is Served.STOPPED:
+                    self._server.close()
+                    return
+                why = "halted by the launcher"
+            except (EplbError, RuntimeError) as error:
+                why = self._survived(error)
+            self._stand(why)
+            self._form_again()
+
+    # ── from one group to the next ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _survived(self, error: Exception) -> str:
+        """Why the group is lost; ends the process where that does not help."""
+        if isinstance(error, EplbError):
+            text = str(error)
+        else:  # what torch raises when a collective fails: gloo has no class of its own for a peer that is gone
+            step = self._server.engine.boundary - 1
+            text = f"step {step} failed; a peer is gone or stuck, or the model raised: {error}"
+        if reaction_to(error, survives=self._config.fleet.survives) is Reaction.LEAVE:
+            self._leave(text)
+        return text
+
+    def _stand(self, why: str) -> None:
+        _LOG.warning("engine.stands: %s", why)
+        self._server.leave()
+        self._link.report(Standing(number=self._number, reason=why, steps=self._server.engine.steps))
+
+    def _form_again(self) -> None:
+        """Form the groups that the launcher names until one is formed."""
+        while True:
+            order = self._link.next_form(after=self._number)
+            if isinstance(order, End):
+                self._leave(order.reason)
+            self._number = order.number
+            group, joins = None, not self._began
+            try:
+                group = self._meet(order)
+                self._enter(group)
+            except (EplbError, RuntimeError) as error:
+                if reaction_to(error, survives=True) is Reaction.LEAVE or (joins and self._began):
+                    self._leave(str(error))  # a hook that has just started cannot tell where it stands
+                if group is not None:
+                    group.leave()
+                self._link.report(Standing(number=order.number, reason=f"no group {order.number}: {error}", steps=0))
+            else:
+                self._link.report(Formed(number=order.number))
+                return
+
+    def _meet(self, order: Form) -> RankGroup:
+        return form_group(
+            order.fleet,
+            order.position,
+            digest=self._digest,
+            device=self._device,
+            number=order.number,
+            timeout_s=order.fleet.form_timeout_s,
+            is_superseded=lambda: self._link.is_halted(order.number),
+        )
+
+    def _enter(self, group: RankGroup) -> None:
+        """Serve in a group that was met. Tables, sizes and the boundary are its own; experts stay in their slots.
+
+        Raises RuntimeError when a rank is lost meanwhile, EplbError when the hook says that this rank must not serve on.
+        """
+        fleet, joins = group.fleet, not self._began
+        num_experts = self._model.config.num_experts
+        for layer in self._layers:
+            row = layer.tables.physical_to_logical.cpu().numpy().astype(np.int32)
+            carried = carried_row(row, self._rank_ids, fleet.rank_ids)
+            width = table_width(num_experts, len(carried))
+            layer.regroup(carried, position=group.position, nodes=fleet.nodes, table_width=width)
+        self._rank_ids = fleet.rank_ids
+        if joins:
+            self._begin(group)
+        else:
+            self._port.description = self._describe(group)
+            self._hook.reform()
+        if isinstance(self._hook, NoHook):
+            self._share_rows()
+        engine = self._server.engine
+        ahead = torch.tensor([max(engine.boundary, self._hook.status.boundary)], device=self._device)
+        dist.all_reduce(ahead, op=dist.ReduceOp.MAX)
+        engine.regroup(ExpertExchange(self._model, fleet.num_ranks), boundary=int(ahead.item()))
+        if not joins:
+            self._server.enter(group)
+
+    def _share_rows(self) -> None:
+        """Nobody watches this engine: a rank that joins takes the map of the others, which never change theirs."""
+        for layer in self._layers:
+            dist.all_reduce(layer.tables.physical_to_logical, op=dist.ReduceOp.MAX)  # -1, an empty slot, is less than any
+            layer.derive_tables()
+
+    def _begin(self, group: RankGroup) -> None:
+        """Make all that serves, in the first group of this process."""
+        config = replace(self._config, fleet=group.fleet, position=group.position)
+        fleet, model = group.fleet, self._model
+        self._port = ReferencePort(
+            description=self._describe(group),
+            layers={LayerRef(fleet.model_name, layer.layer_id): layer for layer in self._layers},
+            reason_file=config.reason_file,
+            device=self._device,
+            can_reform=fleet.survives,
+        )
+        self._hook = make_hook(config, self._port)
+        self._hook.start()
+        self._began = True
+        engine = ReferenceEngine(
+            model=model,
+            layers=self._layers,
+            exchange=ExpertExchange(model, fleet.num_ranks),
+            hook=self._hook,
+            model_name=fleet.model_name,
+            dummy_tokens=fleet.dummy_tokens,
+            survives=fleet.survives,
+        )
+        scheduler = Scheduler(
+            batch_max=fleet.batch_max,
+            queue_max=fleet.queue_max,
+            prefill_tokens_max=fleet.prefill_tokens_max,
+            context=model.config.context,
+            vocabulary=model.config.vocabulary,
+            new_cache=model.new_cache,
+        )
+        self._server = RankServer(
+            group=group,
+            engine=engine,
+            hook=self._hook,
+            scheduler=scheduler,
+            door=self._door,
+            is_halted=lambda: self._link.is_halted(self._number),
+        )
+
+    def _describe(self, group: RankGroup) -> EngineDescription:
+        joins = self._config.joins and not self._began
+        return describe(group, self._layers, digest=self._digest, incarnation=self._incarnation, joins=joins)
+
+    def _leave(self, reason: str) -> NoReturn:
+        leave(ExitCode.STEP_FAILED, reason, self._config.reason_file)
 
 
 def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
-    """This rank's slots of all MoE layers, filled by the linear placement."""
+    """This rank's slots of all MoE layers, filled by the linear placement; empty, like all, on a rank that joins."""
     num_experts = model.config.num_experts
     slots = config.fleet.slots(num_experts)
     num_physical = slots * config.fleet.num_ranks
     row = linear_row(num_experts=num_experts, num_physical=num_physical)
-    # Wide enough for every map that covers all experts.
-    width = num_physical - num_experts + 1
+    if config.joins:
+        row = np.full(num_physical, EMPTY_SLOT, np.int32)
     return [
         load_layer(
             model,
@@ -149,7 +289,7 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
             row,
             position=config.position,
             slots=slots,
-            table_width=width,
+            table_width=table_width(num_experts, num_physical),
             dispatch=Dispatch(config.fleet.dispatch),
             nodes=config.fleet.nodes,
         )
@@ -157,65 +297,9 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
     ]
 
 
-def join_group(config: RankConfig, model: ServedModel, digest: str) -> TCPStore:
-    """Form the engine's process group, and check that all ranks have loaded the same model.
-
-    Raises:
-        EnvironmentFault: the ranks hold different models.
-        torch.distributed.DistError: some rank did not come in time.
-    """
-    fleet = config.fleet
-    first = config.position == 0
-    if fleet.rendezvous_host.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    timeout = timedelta(seconds=fleet.start_timeout_s)
-    store = TCPStore(fleet.rendezvous_host, fleet.engine_port, fleet.num_ranks, is_master=first, timeout=timeout)
-    if first:
-        store.set("group_id", str(secrets.randbits(62) + 1))
-        store.set("digest", digest)
-    theirs = store.get("digest").decode()
-    if theirs != digest:
-        raise EnvironmentFault(
-            f"rank {config.rank_id} loaded a model with digest {digest}, rank {fleet.rank_ids[0]} one with {theirs};"
-            " give all ranks the same weights"
-        )
-    dist.init_process_group(
-        "nccl" if device_of(model).type == "cuda" else "gloo",
-        store=PrefixStore("engine", store),
-        rank=config.position,
-        world_size=fleet.num_ranks,
-        timeout=timedelta(seconds=fleet.step_timeout_s),
-    )
-    dist.barrier()
-    return store
-
-
-def describe(
-    config: RankConfig, model: ServedModel, layers: list[LayerExperts], digest: str, *, group_id: int
-) -> EngineDescription:
-    """What the hook is told of this engine."""
-    fleet = config.fleet
-    num_experts = model.config.num_experts
-    infos = tuple(
-        LayerInfo(layer_id=layer.layer_id, num_logical=num_experts, slots=layer.num_slots, expert_bytes=layer.expert_bytes)
-        for layer in layers
-    )
-    initial = {layer.layer_id: tuple(layer.tables.physical_to_logical.tolist()) for layer in layers}
-    return EngineDescription(
-        deployment=fleet.deployment,
-        address=Address(config.rank_id, Incarnation(secrets.randbits(62) + 1), GroupId(group_id)),
-        node=config.node,
-        group_rank_ids=fleet.rank_ids,
-        nodes=fleet.nodes,
-        phase=fleet.phase,
-        stage=fleet.stage,
-        models=(EngineModel(name=fleet.model_name, digest=digest, layers=infos, initial=initial),),
-        capacity=fleet.capacity,
-        dispatch=layers[0].dispatch,
-        replica_table_width=int(layers[0].tables.logical_to_physical.shape[1]),
-        rendezvous_host=fleet.rendezvous_host,
-        rendezvous_port=fleet.hook_port,
-    )
+def table_width(num_experts: int, num_physical: int) -> int:
+    """Most replicas of an expert in a map that covers all experts."""
+    return num_physical - num_experts + 1
 
 
 def make_hook(config: RankConfig, port: ReferencePort) -> StepHook:

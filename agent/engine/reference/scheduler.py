@@ -24,6 +24,11 @@ class Generation:
         return self.tokens[-1:] if self.tokens else self.request.prompt
 
     @property
+    def num_held(self) -> int:
+        """Tokens whose keys and values the cache holds: all that were fed in steps that ended well."""
+        return len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
+
+    @property
     def finished(self) -> bool:
         """Whether all tokens that were asked for are there."""
         return len(self.tokens) >= self.request.max_new_tokens
@@ -129,6 +134,11 @@ class Scheduler:
             progress.append(Progress(generation.owner, new, ended))
         self._running = [generation for generation in self._running if not generation.finished]
         return progress
+
+    def rewind(self) -> None:
+        """A step failed half way: its batch is as it was before it, and the next step takes the same tokens up again."""
+        for generation in self._running:
+            generation.cache.truncate(generation.num_held)
 
     def cancel(self, *, owner: int | None = None) -> list[tuple[int, Ended]]:
         """Drop the requests of one owner, or all; returns (owner, message) for each."""

@@ -41,23 +41,11 @@ class WakeMesh:
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, socket.socket] = {}
         self._partial: dict[int, bytes] = {}
-        deadline = time.monotonic() + timeout_s
-        with socket.create_server((host, 0), backlog=num_ranks) as listener:
-            store.set(f"wake/{position}", f"{host}:{listener.getsockname()[1]}")
-            for peer in range(position):
-                address, _, port = store.get(f"wake/{peer}").decode().rpartition(":")
-                connection = socket.create_connection((address, int(port)), timeout=_left(deadline, num_ranks, self._peers))
-                connection.sendall(_HELLO.pack(position))
-                self._add(peer, connection)
-            while len(self._peers) < num_ranks - 1:
-                listener.settimeout(_left(deadline, num_ranks, self._peers))
-                try:
-                    connection, _ = listener.accept()
-                    connection.settimeout(_left(deadline, num_ranks, self._peers))
-                    (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
-                except TimeoutError:
-                    continue
-                self._add(peer, connection)
+        try:
+            self._connect(store, position, host, time.monotonic() + timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
     def fileno(self) -> int:
         """Readable when a note has come, for a selector (on Linux an epoll descriptor can be waited for)."""
@@ -115,6 +103,25 @@ class WakeMesh:
         self._selector.close()
         for connection in self._peers.values():
             connection.close()
+
+    def _connect(self, store: Store, position: int, host: str, deadline: float) -> None:
+        num_ranks = self._num_ranks
+        with socket.create_server((host, 0), backlog=num_ranks) as listener:
+            store.set(f"wake/{position}", f"{host}:{listener.getsockname()[1]}")
+            for peer in range(position):
+                address, _, port = store.get(f"wake/{peer}").decode().rpartition(":")
+                connection = socket.create_connection((address, int(port)), timeout=_left(deadline, num_ranks, self._peers))
+                connection.sendall(_HELLO.pack(position))
+                self._add(peer, connection)
+            while len(self._peers) < num_ranks - 1:
+                listener.settimeout(_left(deadline, num_ranks, self._peers))
+                try:
+                    connection, _ = listener.accept()
+                    connection.settimeout(_left(deadline, num_ranks, self._peers))
+                    (peer,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                except TimeoutError:
+                    continue
+                self._add(peer, connection)
 
     def _add(self, peer: int, connection: socket.socket) -> None:
         connection.settimeout(0)

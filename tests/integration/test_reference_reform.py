@@ -1,0 +1,134 @@
+"""Fleets of the reference engine that go on when a rank is lost, and take new ones in: real processes, tokens compared throughout.
+
+Nobody watches these engines (no hook): the map stays what was loaded, less the slots of lost ranks. With 10 experts in 4 x 5 slots
+every expert has a second copy on another rank, so that any one rank can be lost.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.engine.reference.client import RankClient
+from agent.engine.reference.config import Member
+from agent.engine.reference.launch import Fleet, launch_ranks
+from agent.engine.reference.messages import Inspection
+from agent.engine.reference.port import ExitCode
+from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.ids import RankId
+from tests.integration.reference_fleet import WAIT_S, Answer, collect, expected, fleet_config, prompts_for
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(280)]
+NEW_TOKENS = 40
+DOUBLED = {"model": "uneven", "slots_per_rank": 5, "survives": True}
+"""Every expert lives on two of four ranks."""
+
+
+@contextmanager
+def surviving(**options: Any) -> Iterator[Fleet]:
+    with tempfile.TemporaryDirectory(prefix="eplb-") as directory, launch_ranks(fleet_config(directory, **options)) as fleet:
+        yield fleet
+
+
+class Requests:
+    """Requests at some ranks, and all that came of them."""
+
+    def __init__(self, fleet: Fleet, positions: range, *, each: int, first_id: int = 0) -> None:
+        self.fleet = fleet
+        self.clients = {position: fleet.client(position) for position in positions}
+        self.sent: dict[int, tuple[int, bytes]] = {}
+        self.answers: dict[int, Answer] = {}
+        self.gone: set[int] = set()
+        self._selector = selectors.DefaultSelector()
+        for position, client in self.clients.items():
+            self._selector.register(client, selectors.EVENT_READ, position)
+        ids = range(first_id, first_id + each * len(positions))
+        for request_id, prompt in prompts_for(ids).items():
+            position = positions[request_id % len(positions)]
+            self.sent[request_id], self.answers[request_id] = (position, prompt), Answer()
+            self.clients[position].submit(request_id=request_id, prompt=prompt, max_new_tokens=NEW_TOKENS, kind="test")
+
+    def collect_until(self, done: Any, what: str) -> None:
+        """Take in what comes, also that a rank is gone, until something holds."""
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline, f"waited {WAIT_S} s for {what}"
+            for key, _ in self._selector.select(0.1):
+                try:
+                    for message in self.clients[key.data].receive(timeout_s=0.0):
+                        collect(message, self.answers)
+                except EnvironmentFault:
+                    self._selector.unregister(self.clients[key.data])
+                    self.gone.add(key.data)
+
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers.values())
+
+    def all_ended(self) -> bool:
+        return all(
+            answer.ended is not None for request_id, answer in self.answers.items() if self.sent[request_id][0] not in self.gone
+        )
+
+    def check(self) -> None:
+        """Every request of a rank that is left has all its tokens, those of a lost rank have what came before: all right."""
+        right = expected("uneven", self.sent, NEW_TOKENS)
+        for request_id, answer in self.answers.items():
+            wanted = right[request_id]
+            if self.sent[request_id][0] in self.gone:
+                wanted = wanted[: len(answer.tokens)]
+            assert answer.tokens == wanted, f"request {request_id} of the rank at position {self.sent[request_id][0]}"
+
+    def close(self) -> None:
+        for client in self.clients.values():
+            client.close()
+
+
+def inspections(fleet: Fleet) -> list[Inspection]:
+    found = []
+    for position in range(fleet.config.num_ranks):
+        with fleet.client(position) as client:
+            found.append(client.inspect(timeout_s=WAIT_S))
+    return found
+
+
+def ids(*numbers: int) -> tuple[RankId, ...]:
+    return tuple(map(RankId, numbers))
+
+
+@pytest.mark.parametrize("lost", [4, 6])
+def test_ranks_that_are_left_lose_no_token_and_a_new_one_serves_with_them(lost: int) -> None:
+    """The first rank, which hosts what the others meet at, and another one."""
+    with surviving(num_ranks=4, first_rank_id=4, batch_max=3, **DOUBLED) as fleet:
+        requests = Requests(fleet, range(4), each=6)
+        requests.collect_until(lambda: requests.tokens() > 40, "tokens of all four")
+        fleet.process(lost).kill()
+        requests.collect_until(requests.all_ended, "the requests of the three that are left")
+        requests.check()
+        requests.close()
+        left = tuple(rank for rank in ids(4, 5, 6, 7) if rank != lost)
+        fleet.wait_for_ranks(left, timeout_s=WAIT_S)
+        assert {len(layer.row) for one in inspections(fleet) for layer in one.layers} == {15}
+
+        during = Requests(fleet, range(3), each=6, first_id=100)
+        fleet.join([Member(rank_id=RankId(9), node="node-9")], timeout_s=WAIT_S)
+        assert fleet.config.rank_ids == (*left, 9)
+        after = Requests(fleet, range(4), each=3, first_id=200)
+        for part in (during, after):
+            part.collect_until(part.all_ended, "requests around the joining of a rank")
+            part.check()
+            assert not part.gone
+            part.close()
+        held = inspections(fleet)
+        assert {one.boundary for one in held} == {held[0].boundary}
+        assert {layer.row[15:] for one in held for layer in one.layers} == {(-1,) * 5}, "a new rank has empty slots"
+        fleet.stop(timeout_s=WAIT_S)
+    assert fleet.process(9).exitcode == ExitCode.STOPPED
