@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from eplb_service.control import LiveLayer
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
+from eplb_service.flip_stall import FlipStall
 from eplb_service.ids import Epoch, GenerationNumber, LayerRef
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
@@ -74,6 +75,7 @@ class Generation:
     observed: of the first full window after it became active. observations: of the first full windows, compared with what the
     placement before it would have shown there. judgement: one sentence on that, and outcome its word; empty while pending.
     flip_boundaries: step boundaries at which its chunks flipped. rollout_s: seconds from the decision to the last flip.
+    flip_stall: how long the longest of them held up steps; None until its chunks are cut.
     copied_s: that an engine which moves its own weights took for it, 0 = not known; copy_held_steps: no step ran meanwhile.
     """
 
@@ -98,6 +100,7 @@ class Generation:
     observations: tuple[Observation, ...] = ()
     outcome: str = ""
     judgement: str = ""
+    flip_stall: FlipStall | None = None
     copied_s: float = 0.0
     copy_held_steps: bool = False
     digest: str = field(init=False)
@@ -107,11 +110,13 @@ class Generation:
             raise InvalidInputError(f"generations are numbered from 1; got {self.number} (0 is what the engine loaded)")
         object.__setattr__(self, "digest", self.placement.digest())
 
-    def rolling_out(self) -> Generation:
-        """The same, while its chunks are carried out (begun, or continued by a new leader)."""
-        return self._moved_to(GenerationState.ROLLING_OUT, stop_reason="")
+    def rolling_out(self, stall: FlipStall | None = None) -> Generation:
+        """The same, while its chunks are carried out (begun, or continued by a new leader). stall: expected."""
+        return self._moved_to(GenerationState.ROLLING_OUT, stop_reason="", flip_stall=self._stall_with(stall))
 
-    def active(self, *, at_s: float, flip_boundaries: tuple[int, ...], rollout_s: float) -> Generation:
+    def active(
+        self, *, at_s: float, flip_boundaries: tuple[int, ...], rollout_s: float, stall: FlipStall | None = None
+    ) -> Generation:
         """The same, live on every layer. flip_boundaries: of this rollout, added to those of one that it continued."""
         return self._moved_to(
             GenerationState.ACTIVE,
@@ -119,16 +124,26 @@ class Generation:
             active_at_s=at_s,
             flip_boundaries=self.flip_boundaries + flip_boundaries,
             rollout_s=self.rollout_s + rollout_s,
+            flip_stall=self._stall_with(stall),
         )
 
-    def stopped(self, reason: str, *, flip_boundaries: tuple[int, ...] = (), rollout_s: float = 0.0) -> Generation:
+    def stopped(
+        self, reason: str, *, flip_boundaries: tuple[int, ...] = (), rollout_s: float = 0.0, stall: FlipStall | None = None
+    ) -> Generation:
         """The same, given up before every layer had it."""
         return self._moved_to(
             GenerationState.STOPPED,
             stop_reason=reason,
             flip_boundaries=self.flip_boundaries + flip_boundaries,
             rollout_s=self.rollout_s + rollout_s,
+            flip_stall=self._stall_with(stall),
         )
+
+    def _stall_with(self, later: FlipStall | None) -> FlipStall | None:
+        """Of the longest flip, with those of a rollout that goes on."""
+        if self.flip_stall is None or later is None:
+            return later or self.flip_stall
+        return self.flip_stall.followed_by(later)
 
     def superseded(self) -> Generation:
         """The same, after a later generation took its place."""

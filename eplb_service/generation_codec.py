@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from eplb_service.errors import BrokenInvariantError, EplbError, UnsupportedError
+from eplb_service.flip_stall import FlipStall
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.ids import Epoch, GenerationNumber, RankId
 from eplb_service.imbalance import Imbalance
@@ -87,6 +88,7 @@ def encode_generation(generation: Generation) -> bytes:
             "observations": [asdict(observation) for observation in generation.observations],
             "outcome": generation.outcome,
             "judgement": generation.judgement,
+            "flip_stall": None if generation.flip_stall is None else asdict(generation.flip_stall),
             "copied_s": generation.copied_s,
             "copy_held_steps": generation.copy_held_steps,
         },
@@ -123,9 +125,17 @@ def _generation(tree: Mapping[str, Any]) -> Generation:
         observations=tuple(_observation(part) for part in tree.get("observations", [])),
         outcome=str(tree.get("outcome", "")),
         judgement=str(tree.get("judgement", "")),
+        flip_stall=None if tree.get("flip_stall") is None else _flip_stall(tree["flip_stall"]),
         copied_s=float(tree.get("copied_s", 0.0)),
         copy_held_steps=bool(tree.get("copy_held_steps", False)),
     )
+
+
+def _flip_stall(tree: Mapping[str, Any]) -> FlipStall:
+    values = {name: None if tree[name] is None else float(tree[name]) for name in ("expected_s", "limit_s", "measured_s")}
+    if any(value is not None and not 0 <= value < math.inf for value in values.values()):
+        raise ValueError(f"stall of a flip {values} is no time")
+    return FlipStall(expected_s=float(tree["expected_s"]), limit_s=values["limit_s"], measured_s=values["measured_s"])
 
 
 def _observation(tree: Mapping[str, Any]) -> Observation:

@@ -19,6 +19,7 @@ from eplb_service.cli.output import (
     to_plain,
 )
 from eplb_service.errors import InvalidInputError
+from eplb_service.flip_stall import FlipStall
 from eplb_service.pb.v1 import placement_pb2
 
 
@@ -64,6 +65,15 @@ def _engine_copy(view: Any) -> str:
     if not view.copied_s:
         return ""
     return f"{view.copied_s:.2f} s, {'in which no step ran' if view.copy_held_steps else 'beside its steps'}"
+
+
+def _flip_stall(view: Any) -> str:
+    """How long it held up steps, beside what was expected."""
+    if not view.HasField("flip_stall"):
+        return ""
+    told = view.flip_stall
+    optional = {name: getattr(told, name) if told.HasField(name) else None for name in ("limit_s", "measured_s")}
+    return str(FlipStall(expected_s=told.expected_s, **optional))
 
 
 @click.group(short_help="The history of placements, with reasons.")
@@ -167,6 +177,7 @@ def _print_generation(name: str, view: Any) -> None:
         ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
         (_took(view), f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
+        ("longest flip", _flip_stall(view)),
         ("engine's own copy", _engine_copy(view)),
     ]
     for label, text in facts:

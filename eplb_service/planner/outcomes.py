@@ -99,7 +99,7 @@ class Outcomes:
         if lane is None or generation is None:
             self._deployment.carrier.feed(PersistFailed(effect.token, "the lead was given up"))
             return
-        rolling = generation.rolling_out()
+        rolling = generation.rolling_out(record.stall)
         document = RolloutDocument(
             epoch=record.epoch,
             generation=record.generation,
@@ -178,7 +178,9 @@ class Outcomes:
         if active:
             self._became_active(generation, effect)
         else:
-            stopped = generation.stopped(effect.reason, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds)
+            stopped = generation.stopped(
+                effect.reason, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds, stall=effect.stall
+            )
             self._deployment.became(stopped)
         self._deployment.context.metrics.generation_ended(
             self._deployment.name, "active" if active else "stopped", generation.moves.experts if active else 0
@@ -191,7 +193,10 @@ class Outcomes:
             if number < generation.number and other.state in (GenerationState.ACTIVE, GenerationState.STOPPED):
                 self._deployment.became(other.superseded())
         now_s = self._deployment.context.clock.wall()
-        self._deployment.became(generation.active(at_s=now_s, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds))
+        active = generation.active(
+            at_s=now_s, flip_boundaries=effect.flip_boundaries, rollout_s=effect.seconds, stall=effect.stall
+        )
+        self._deployment.became(active)
         self._observing = generation.number
         self._deployment.store_learned()
 

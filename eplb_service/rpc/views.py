@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.config import changed
+from eplb_service.flip_stall import FlipStall
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
@@ -100,6 +101,11 @@ def verdict_view(verdict: VerdictRecord) -> admin_pb2.VerdictView:
     )
 
 
+def flip_stall_view(stall: FlipStall) -> placement_pb2.FlipStall:
+    """How long the longest flip held up steps."""
+    return placement_pb2.FlipStall(expected_s=stall.expected_s, limit_s=stall.limit_s, measured_s=stall.measured_s)
+
+
 def generation_view(deployment: str, generation: Generation, *, with_placement: bool) -> placement_pb2.GenerationView:
     """A generation and what became of it."""
     return placement_pb2.GenerationView(
@@ -125,6 +131,7 @@ def generation_view(deployment: str, generation: Generation, *, with_placement: 
         observed_windows=[observed_window_view(observation) for observation in generation.observations],
         outcome=generation.outcome,
         judgement=generation.judgement,
+        flip_stall=flip_stall_view(generation.flip_stall) if generation.flip_stall is not None else None,
         copied_s=generation.copied_s,
         copy_held_steps=generation.copy_held_steps,
     )
