@@ -72,8 +72,18 @@ class ObservedWindow(_message.Message):
     previous_step_s: float
     def __init__(self, window_index: _Optional[int] = ..., mean: _Optional[float] = ..., worst_layer: _Optional[float] = ..., previous_mean: _Optional[float] = ..., previous_worst_layer: _Optional[float] = ..., step_s: _Optional[float] = ..., expected_step_s: _Optional[float] = ..., previous_step_s: _Optional[float] = ...) -> None: ...
 
+class FlipStall(_message.Message):
+    __slots__ = ("expected_s", "limit_s", "measured_s")
+    EXPECTED_S_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_S_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_S_FIELD_NUMBER: _ClassVar[int]
+    expected_s: float
+    limit_s: float
+    measured_s: float
+    def __init__(self, expected_s: _Optional[float] = ..., limit_s: _Optional[float] = ..., measured_s: _Optional[float] = ...) -> None: ...
+
 class GenerationView(_message.Message):
-    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest", "promised_gain", "observed_windows", "outcome", "judgement", "copied_s", "copy_held_steps")
+    __slots__ = ("deployment", "generation", "placement", "state", "reason", "stop_reason", "policy", "created_at_s", "active_at_s", "before", "predicted", "lower_bound", "observed", "moves", "layer_generations", "flip_boundaries", "rollout_s", "epoch", "placement_digest", "promised_gain", "observed_windows", "outcome", "judgement", "copied_s", "copy_held_steps", "flip_stall")
     DEPLOYMENT_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     PLACEMENT_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +109,7 @@ class GenerationView(_message.Message):
     JUDGEMENT_FIELD_NUMBER: _ClassVar[int]
     COPIED_S_FIELD_NUMBER: _ClassVar[int]
     COPY_HELD_STEPS_FIELD_NUMBER: _ClassVar[int]
+    FLIP_STALL_FIELD_NUMBER: _ClassVar[int]
     deployment: str
     generation: int
     placement: _common_pb2.Placement
@@ -124,7 +135,8 @@ class GenerationView(_message.Message):
     judgement: str
     copied_s: float
     copy_held_steps: bool
-    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ..., copied_s: _Optional[float] = ..., copy_held_steps: bool = ...) -> None: ...
+    flip_stall: FlipStall
+    def __init__(self, deployment: _Optional[str] = ..., generation: _Optional[int] = ..., placement: _Optional[_Union[_common_pb2.Placement, _Mapping]] = ..., state: _Optional[_Union[GenerationState, str]] = ..., reason: _Optional[str] = ..., stop_reason: _Optional[str] = ..., policy: _Optional[str] = ..., created_at_s: _Optional[float] = ..., active_at_s: _Optional[float] = ..., before: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., predicted: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., lower_bound: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., observed: _Optional[_Union[_common_pb2.Imbalance, _Mapping]] = ..., moves: _Optional[_Union[_common_pb2.MoveSummary, _Mapping]] = ..., layer_generations: _Optional[_Iterable[int]] = ..., flip_boundaries: _Optional[_Iterable[int]] = ..., rollout_s: _Optional[float] = ..., epoch: _Optional[int] = ..., placement_digest: _Optional[str] = ..., promised_gain: _Optional[float] = ..., observed_windows: _Optional[_Iterable[_Union[ObservedWindow, _Mapping]]] = ..., outcome: _Optional[str] = ..., judgement: _Optional[str] = ..., copied_s: _Optional[float] = ..., copy_held_steps: bool = ..., flip_stall: _Optional[_Union[FlipStall, _Mapping]] = ...) -> None: ...
 
 class GetRolloutEventsRequest(_message.Message):
     __slots__ = ("deployment", "generation")
