@@ -220,9 +220,12 @@ def test_an_operator_plans_rebalances_looks_back_pauses_and_resumes(stage: Stage
     assert listed[0].split()[:4] == ["generation", "state", "made", "before"]
     assert listed[1].split()[:2] == ["1", "active"]
     shown = chat("generations", "show", "1")
-    for words in ("chat generation 1: active", "why", "moves", "flipped at steps", "decision to last flip"):
+    for words in ("chat generation 1: active", "why", "moves", "flipped at steps", "decision to last flip", "longest flip"):
         assert words in shown
     assert made["moves"]["experts"] > 0
+    stall = chat.json("generations", "show", "1")["flip_stall"]
+    assert stall["measured_s"] > 0
+    assert 0 < stall["expected_s"] < stall["limit_s"] == 0.01
     story = chat("generations", "show", "1", "--events")
     assert story.startswith(shown)
     rows = [line.split() for line in story[len(shown) :].splitlines()]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from eplb_service import generation_codec
 from eplb_service.errors import BrokenInvariantError, EplbError, UnsupportedError
+from eplb_service.flip_stall import FlipStall
 from eplb_service.generation import Generation, GenerationState, LiveMap
 from eplb_service.generation_codec import (
     decode_generation,
@@ -71,6 +72,7 @@ def generation_of(placement: Placement) -> Generation:
         flip_boundaries=(4, 8),
         rollout_s=0.25,
         observed=imbalance,
+        flip_stall=FlipStall(expected_s=0.002, limit_s=0.01, measured_s=0.003),
         copied_s=0.125,
         copy_held_steps=True,
     )
@@ -81,7 +83,9 @@ def test_everything_comes_back_as_it_was(placement: Placement) -> None:
     assert decode_placement(encode_placement(placement)) == placement
     generation = generation_of(placement)
     assert decode_generation(encode_generation(generation)) == generation
-    fresh = dataclasses.replace(generation, observed=None, active_at_s=None, state=GenerationState.PUBLISHED)
+    begun = dataclasses.replace(generation, flip_stall=FlipStall(expected_s=0.002), copied_s=0.0)
+    assert decode_generation(encode_generation(begun)) == begun
+    fresh = dataclasses.replace(generation, observed=None, flip_stall=None, active_at_s=None, state=GenerationState.PUBLISHED)
     assert decode_generation(encode_generation(fresh)) == fresh
     layers = sum(table.num_layers for table in placement.tables)
     live = LiveMap(placement, tuple(GenerationNumber(number) for number in range(layers)))
