@@ -26,7 +26,7 @@ from torch import Tensor
 
 from examples.tiny_moe.config import TinyMoeConfig, TinyMoeError
 from examples.tiny_moe.numerics import rms_norm, stable_top_k, tiled_linear
-from examples.tiny_moe.weights import EXPERT_TENSORS, SHIPPED_WEIGHTS, Weights, read_weights
+from examples.tiny_moe.weights import EXPERT_TENSORS, SHIPPED_WEIGHTS, Weights, expert_name, read_weights
 
 
 class KvCache:
@@ -125,6 +125,7 @@ class TinyMoe:
         """Wrap weights that `weights.read_weights` or `weights.random_weights` made and checked."""
         self.config = config
         self._weights = weights
+        self._file: Path | None = None
         self._cos, self._sin = _rotation_tables(config)
 
     @classmethod
@@ -135,7 +136,9 @@ class TinyMoe:
             TinyMoeError: the file is missing, corrupt, or holds other tensors than the model needs.
         """
         config, weights = read_weights(path or SHIPPED_WEIGHTS)
-        return cls(config, weights)
+        model = cls(config, weights)
+        model._file = path or SHIPPED_WEIGHTS
+        return model
 
     def moe_layer_ids(self) -> tuple[int, ...]:
         """Absolute ids of the layers with experts: all of them in this model."""
@@ -150,6 +153,14 @@ class TinyMoe:
         """
         layer = self._weights.layers[layer_id]
         return {name: layer[name] for name in EXPERT_TENSORS}
+
+    def weights_files(self) -> tuple[Path, ...]:
+        """The file that `load` read; none for a model that was made otherwise."""
+        return () if self._file is None else (self._file,)
+
+    def names_in_files(self, layer_id: int, expert: int) -> dict[str, str]:
+        """Of each of `expert_tensors`, what this expert's part is called in the file: the same bytes."""
+        return {name: expert_name(layer_id, expert, name) for name in EXPERT_TENSORS}
 
     def new_cache(self) -> KvCache:
         """An empty cache for a new request."""

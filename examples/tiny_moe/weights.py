@@ -71,6 +71,11 @@ def expert_shapes(config: TinyMoeConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
+def expert_name(layer_id: int, expert_id: int, tensor: str) -> str:
+    """What one of an expert's tensors is called in the file."""
+    return f"layers.{layer_id}.experts.{expert_id}.{tensor}"
+
+
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 of a weight, one scale per output channel.
 
@@ -117,7 +122,7 @@ def write_weights(path: Path, config: TinyMoeConfig, weights: Weights) -> None:
             tensors[f"layers.{layer_id}.{name}"] = _stored(layer[name])
         for expert_id in range(config.num_experts):
             for name in EXPERT_TENSORS:
-                tensors[f"layers.{layer_id}.experts.{expert_id}.{name}"] = layer[name][expert_id].clone()
+                tensors[expert_name(layer_id, expert_id, name)] = layer[name][expert_id].clone()
     save_file(tensors, path, metadata={_CONFIG_KEY: config.to_json(), _DIGEST_KEY: _digest(tensors)})
 
 
@@ -149,7 +154,7 @@ def read_weights(path: Path) -> tuple[TinyMoeConfig, Weights]:
         layer = {name: take(f"{prefix}.{name}", shape, integer=False) for name, shape in dense_shapes(config).items()}
         for name, shape in expert_shapes(config).items():
             of_experts = [
-                take(f"{prefix}.experts.{expert_id}.{name}", shape, integer=not name.endswith("_scale"))
+                take(expert_name(layer_id, expert_id, name), shape, integer=not name.endswith("_scale"))
                 for expert_id in range(config.num_experts)
             ]
             layer[name] = torch.stack(of_experts)

@@ -1,29 +1,25 @@
-"""Fleets of the reference engine that go on when a rank is lost, and take new ones in: real processes, tokens compared throughout.
+"""Fleets of the reference engine that go on when a rank is lost, and take new ones in: real processes, tokens compared.
 
-Nobody watches these engines (no hook): the map stays what was loaded, less the slots of lost ranks. With 10 experts in 4 x 5 slots
-every expert has a second copy on another rank, so that any one rank can be lost.
+Nobody watches these engines (no hook): the map stays what was loaded, less the slots of lost ranks. With 10 experts in 4 x 5
+slots every expert has a second copy on another rank, so that any one rank can be lost.
 """
 
 from __future__ import annotations
 
-import os
 import selectors
-import signal
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agent.engine.reference.client import RankClient
 from agent.engine.reference.config import Member
 from agent.engine.reference.launch import Fleet, launch_ranks
 from agent.engine.reference.messages import Inspection
 from agent.engine.reference.port import ExitCode
-from eplb_service.errors import EnvironmentFault, InvalidInputError
+from eplb_service.errors import EnvironmentFault
 from eplb_service.ids import RankId
 from tests.integration.reference_fleet import WAIT_S, Answer, collect, expected, fleet_config, prompts_for
 

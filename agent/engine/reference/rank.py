@@ -7,6 +7,7 @@ import os
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import NoReturn, cast
@@ -27,9 +28,11 @@ from agent.engine.reference.orders import JOINED, LOADED, STOPPED, End, Form, Fo
 from agent.engine.reference.port import ExitCode, ReferencePort, describe, leave
 from agent.engine.reference.scheduler import Scheduler
 from agent.engine.reference.server import RankServer, Served
+from agent.engine.reference.sources import expert_sources
 from agent.engine.reference.survive import Reaction, reaction_to
 from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
+from agent.transfer.backup import ExpertSource
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError
 from eplb_service.ids import Incarnation, LayerRef
@@ -237,7 +240,7 @@ class Rank:
             device=self._device,
             can_reform=fleet.survives,
         )
-        self._hook = make_hook(config, self._port)
+        self._hook = make_hook(config, self._port, model)
         self._hook.start()
         self._began = True
         engine = ReferenceEngine(
@@ -302,15 +305,21 @@ def table_width(num_experts: int, num_physical: int) -> int:
     return num_physical - num_experts + 1
 
 
-def make_hook(config: RankConfig, port: ReferencePort) -> StepHook:
+def make_hook(config: RankConfig, port: ReferencePort, model: ServedModel) -> StepHook:
     """The hook that the configuration asks for: a test's own, the real one, or none."""
     if config.fleet.hook_factory:
         return cast("StepHook", resolve(config.fleet.hook_factory)(port, config))
-    return NoHook() if config.hook_socket is None else real_hook(port, config)
+    if config.hook_socket is None:
+        return NoHook()
+    restores = config.fleet.survives and config.fleet.restores
+    return real_hook(port, config, sources=expert_sources(model) if restores else ())
 
 
-def real_hook(port: EnginePort, config: RankConfig) -> Hook:
-    """The product's hook over this port. Raises InvalidInputError when the rank has no hook socket."""
+def real_hook(port: EnginePort, config: RankConfig, *, sources: Sequence[ExpertSource] = ()) -> Hook:
+    """The product's hook over this port. Raises InvalidInputError when the rank has no hook socket.
+
+    sources: where experts can be had that no rank holds.
+    """
     fleet = config.fleet
     return Hook(
         port,
@@ -321,4 +330,5 @@ def real_hook(port: EnginePort, config: RankConfig) -> Hook:
             window_steps=fleet.window_steps,
             **fleet.hook_options,
         ),
+        sources=sources,
     )
