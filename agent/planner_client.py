@@ -129,9 +129,21 @@ class PlannerClient:
         parse_target(address)
         self.address = address
         self._tls = tls
-        self._channel = open_channel(address, tls)
+        self._connect()
+
+    def _connect(self) -> None:
+        self._channel = open_channel(self.address, self._tls)
         self._stub: Any = agent_pb2_grpc.AgentServiceStub(self._channel)
         self._adviser: Any = adviser_pb2_grpc.AdviserServiceStub(self._channel)
+
+    async def connect_anew(self) -> None:
+        """Calls from now on go over a new connection; those under way end soon.
+
+        The address may be a name that leads to another planner now, and an open connection stays with the old one.
+        """
+        old = self._channel
+        self._connect()
+        await old.close(grace=CLOSE_TIMEOUT_S)
 
     async def register(self, registration: Registration) -> agent_pb2.RegisterResponse:
         """Announce a rank. Raises the planner's refusal, or EnvironmentFault and DeadlineError when it is not there."""

@@ -241,6 +241,7 @@ class AgentProcess:
     async def _follow(self, stream: StreamId, link: ControlLink) -> None:
         reason = await link.run()
         if self._streams.pop(stream, None) is not None:
+            self._own(self._client.connect_anew())
             self.dispatch(StreamClosed(stream, reason))
 
     async def _register(self, effect: Register) -> None:

@@ -19,6 +19,8 @@ class AgentLink:
         self.ranks: dict[RankId, Address] = {}
         """Ranks that this stream speaks for."""
         self.closed_reason = ""
+        self.leads_elsewhere = False
+        """Whether it was closed since another planner is to speak to its ranks now."""
         self._queue: asyncio.Queue[ToRank | None] = asyncio.Queue()
         self._queue_max = queue_max
 
@@ -42,6 +44,12 @@ class AgentLink:
         if not self.closed_reason:
             self.closed_reason = reason
             self._queue.put_nowait(None)
+
+    def send_elsewhere(self, reason: str) -> None:
+        """End the stream so that the agent process connects anew: what gives planners their name leads to another one now."""
+        if not self.closed_reason:
+            self.leads_elsewhere = True
+            self.close(reason)
 
     async def next(self) -> ToRank | None:
         """The next message; None once the stream is closed (what waited is dropped: the agent asks anew)."""

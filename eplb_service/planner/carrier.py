@@ -283,6 +283,12 @@ class Carrier:
         for facts in self.ranks.values():
             facts.chunk_state = ""
 
+    def send_elsewhere(self, reason: str) -> None:
+        """Another planner leads: it cannot speak to ranks whose streams stay here."""
+        for link in {id(link): link for link in self._links.values()}.values():
+            link.send_elsewhere(reason)
+            self.detach(link, reason)
+
     def feed(self, event: RolloutEvent) -> None:
         """Give the machine an event and run what it answers; events that this causes are handled after it, in order."""
         if self.rollout is None:

@@ -192,6 +192,10 @@ class Deployment:
         self.load.live_in_motion()
         self.announce()
 
+    def displaced(self, reason: str) -> None:
+        """Another planner took the lead after this one had lost it (`Led`)."""
+        self.carrier.send_elsewhere(f"this planner leads {self.name} no more ({reason}): connect anew")
+
     def _fenced(self, reason: str) -> None:
         """A write was refused: somebody leads with a higher epoch, or the store forgot ours."""
         epoch = self.leading.epoch

@@ -34,6 +34,10 @@ class Led(Protocol):
         """The lead was lost or is given up: stop sending and writing."""
         ...
 
+    def displaced(self, reason: str) -> None:
+        """The lead that was lost is another planner's now."""
+        ...
+
 
 class Leading:
     """The lead of one deployment, as a task. on_health: called with why the store does not answer, empty when it does."""
@@ -57,6 +61,7 @@ class Leading:
         self._owner, self._name, self._lease_s = owner, owner, lease_s
         self._new_id, self._on_health = new_id, on_health
         self._floor = 0
+        self._has_led = False
         self._lost: asyncio.Future[str] | None = None
         self._leadership: Leadership | None = None
         self._task: asyncio.Task[None] | None = None
@@ -101,6 +106,7 @@ class Leading:
             self._lost = asyncio.get_running_loop().create_future()
             self.epoch, self.why_not = self._leadership.epoch, ""
             self._floor = max(self._floor, self.epoch)
+            self._has_led = True
             self._log.info("lead.taken", epoch=self.epoch)
             try:
                 await self._led.begin(self._leadership)
@@ -155,6 +161,9 @@ class Leading:
                 )
             except ConflictError as error:
                 self._on_health("")
+                if self._has_led:
+                    self._has_led = False
+                    self._led.displaced(str(error))
                 self.why_not, write_id, pause_s = str(error), self._new_id(), min(RETRY_S, self._lease_s / 4)
             except EnvironmentFault as error:
                 self._on_health(str(error))

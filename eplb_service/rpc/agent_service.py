@@ -13,7 +13,7 @@ import structlog
 from eplb_service import failpoints
 from eplb_service.attach import Attach
 from eplb_service.control import Arm, Stage
-from eplb_service.errors import DeadlineError, EplbError, InvalidInputError, NotFoundError
+from eplb_service.errors import DeadlineError, EnvironmentFault, EplbError, InvalidInputError, NotFoundError
 from eplb_service.log import ReasonLog
 from eplb_service.pb.v1 import agent_pb2, agent_pb2_grpc
 from eplb_service.planner.agent_link import AgentLink
@@ -104,6 +104,8 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             why = link.closed_reason
             if reader.done() and not reader.cancelled() and (error := reader.exception()) is not None:
                 raise error
+            if link.leads_elsewhere:
+                raise EnvironmentFault(why)
         finally:
             self._links.discard(link)
             if reader is not None:

@@ -7,7 +7,6 @@ vote from passing, so that a test can look at (or kill) the planner in between.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -137,6 +136,7 @@ class Fleet:
     boundary: int = 0
     window_index: int = 0
     connections: int = 0
+    endings: list[grpc.aio.AioRpcError] = field(default_factory=list)
     registrations: int = 0
 
     def __post_init__(self) -> None:
@@ -183,12 +183,14 @@ class Fleet:
         while True:
             while self.hold_hello:  # noqa: ASYNC110  (a test lets it go on)
                 await asyncio.sleep(0.01)
-            with contextlib.suppress(grpc.aio.AioRpcError):
+            try:
                 for rank in self.ranks:
                     self.registrations += 1
                     await self.agent.Register(convert.registration_to_pb(self.registration(rank)), timeout=2)
                 self.connections += 1
                 await self._control()
+            except grpc.aio.AioRpcError as error:
+                self.endings.append(error)
             await asyncio.sleep(0.05)
 
     async def _control(self) -> None:

@@ -36,6 +36,8 @@ class Led:
 
     async def end(self, reason: str) -> None: ...
 
+    def displaced(self, reason: str) -> None: ...
+
 
 @pytest.mark.parametrize("shows", [False, True])
 def test_a_damaged_document_is_tried_again_more_and_more_rarely_and_takes_no_epoch_where_it_shows_before(
