@@ -95,8 +95,7 @@ _DECIDED = (ChunkState.COMMITTED, ChunkState.FLIPPING)
 class ChunkMachine:
     """One rank's live map, open chunk, tombstone and epoch. `handle(event, now)` is the only way in.
 
-    live: what every layer routes by at the start. ledger: in its place, what a rank remembers that was in a group before.
-    now: seconds on any monotonic clock.
+    live: what every layer routes by at the start. now: seconds on any monotonic clock.
     """
 
     def __init__(
@@ -107,11 +106,10 @@ class ChunkMachine:
         *,
         weights_version: int,
         off_reason: str,
-        ledger: Ledger | None = None,
     ) -> None:
         self._address = address
         self._shape = shape
-        self._ledger = ledger or Ledger(address, dict(live), weights_version, off_reason)
+        self._ledger = Ledger(address, dict(live), weights_version, off_reason)
         self._state = ChunkState.IDLE
         self._open: Stage | None = None
         self._staged: Staged | None = None
@@ -126,6 +124,15 @@ class ChunkMachine:
         self._history: deque[str] = deque(maxlen=HISTORY_MAX)
         self._out: list[Effect] = []
         self.refusals: Counter[str] = Counter()
+
+    def in_group(self, shape: RankShape, ledger: Ledger) -> ChunkMachine:
+        """The same rank in another group, with nothing open. ledger: what it remembers there (`regroup.ledger_after`)."""
+        after = ChunkMachine(
+            ledger.address, shape, ledger.live, weights_version=ledger.weights_version, off_reason=ledger.off_reason
+        )
+        after._ledger = ledger
+        after.refusals = self.refusals
+        return after
 
     # ── what others may look at ──────────────────────────────────────────────────────────────────────────────────────────
 

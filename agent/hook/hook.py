@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,16 +16,17 @@ from agent.frames import RegistrationAnswer
 from agent.hook import chunk_events as ev
 from agent.hook.chunk import ChunkMachine
 from agent.hook.config import HookConfig, HookStatus
+from agent.hook.entry import Entry, come_in
 from agent.hook.flipper import FlipBrokenError, Flipper
 from agent.hook.forming import Forming, Place
 from agent.hook.link import Link
-from agent.hook.loaded_check import KnownExperts
 from agent.hook.outbox import Outbox
 from agent.hook.recorder import Recorder
 from agent.hook.regroup import Agreement, ledger_after, uncovered
-from agent.hook.routing import FLIP_TIMEOUT_S, PreparedFlip, write_tables
+from agent.hook.routing import FLIP_TIMEOUT_S, PreparedFlip
 from agent.hook.stager import Stager, Weights
-from agent.hook.startup import EngineFacts, Meeting, gather, in_next_group, inspect, meet
+from agent.hook.startup import EngineFacts, Meeting, in_next_group, inspect, meet
+from agent.hook.statements import registration_of
 from agent.hook.vote import Voter
 from agent.transfer.backup import ExpertSource
 from agent.transfer.gloo import GlooGroup, Store, first_line
@@ -34,9 +34,6 @@ from agent.transfer.pace import Pressure
 from agent.transfer.streams import streams_for
 from eplb_service import __version__
 from eplb_service.control import (
-    CAPABILITY_RESTORE,
-    PROTOCOL_VERSION_MIN,
-    PROTOCOL_VERSION_OF_SHARES,
     Arm,
     Pulse,
     Registration,
@@ -429,6 +426,7 @@ class Hook:
         self._weights_version = self._port.weights_version()
         self._dispatch(ev.Boundary(max(self._boundary, 0), self._weights_version))
         self._dispatch(ev.GroupEnded())
+        self._flip_put_off()
         self._until_flipped()
         timeout_s = self._config.rendezvous_timeout_s
         if self._stager is not None and not self._stager.rest(timeout_s):
@@ -445,50 +443,33 @@ class Hook:
 
     def _form_group(self, facts: EngineFacts) -> None:
         """Agree with all ranks of the group on the map and go on in it; until then this rank stays where it stands."""
-        config, description, shape = self._config, facts.description, facts.shape
         place = Place(machine=self._machine, formings=self._formings) if self._is_member else None
         self._forming = None  # of an earlier try, with the store that it hosts
-        forming = self._forming = Forming(description, place, timeout_s=config.rendezvous_timeout_s)
-        agreement = forming.agree(config.vote_period)
-        reach("hook.reform.agreed")
-        forming.done(self._flip_if_decided(agreement, description.address.rank_id))
-        live = forming.live(shape.layers, weighted=shape.weighted)
-        write_tables(
-            live,
-            facts.tables,
-            shape.layers,
-            width=shape.replica_table_width,
-            device=facts.device,
+        self._forming = Forming(facts.description, place, timeout_s=self._config.rendezvous_timeout_s)
+        entry = come_in(
+            self._forming,
+            facts,
+            config=self._config,
             streams=self._streams,
+            weights_version=self._weights_version,
+            flip=lambda agreement: self._flip_if_decided(agreement, facts.description.address.rank_id),
+            staging=lambda store: self._staging_of(facts, store),
         )
-        known = forming.known(
-            self._stager.known.of(self._weights_version) if self._stager is not None else KnownExperts(self._weights_version)
-        )
-        facts = replace(facts, live=live, problem=self._staging_problem(facts, forming.store))
-        votes: GlooGroup | None = None
-        try:
-            votes = gather(forming.store, facts, config)
-            problem = facts.problem
-        except ConflictError as error:
-            problem = str(error)
-        if self._stager is not None and not problem:
-            self._stager.form_again(shape, description.nodes, forming.store, known, self._weights_version)
-        reach("hook.reform.gathered")
-        self._enter_group(facts, agreement, Meeting(forming.store, votes, problem))
+        self._enter_group(entry)
 
-    def _staging_problem(self, facts: EngineFacts, store: Store) -> str:
-        """Why this rank can move nothing; on one that joins, staging is allocated here."""
-        if self._stager is not None or self._is_member:
-            return "" if self._stager is not None else self._off.get("start") or facts.problem or "it observes only"
-        if facts.problem:
-            return facts.problem
+    def _staging_of(self, facts: EngineFacts, store: Store) -> Stager | str:
+        """This rank's stager, which one that joins makes here; or why it can move nothing."""
+        if self._stager is not None:
+            return self._stager
+        if self._is_member or facts.problem:
+            return (self._is_member and self._off.get("start")) or facts.problem or "it observes only"
         try:
             self._stager = self._make_stager(facts, store)
             with self._streams.on_compute_stream():
                 self._stager.weights_written(self._streams.record())
         except EnvironmentFault as error:
             return str(error)
-        return ""
+        return self._stager
 
     def _flip_if_decided(self, agreement: Agreement, rank_id: RankId) -> str:
         """Flip the weights of the chunk that others flipped; why that could not be, empty when it could."""
@@ -498,8 +479,9 @@ class Hook:
         self._until_flipped()
         return self._broken
 
-    def _enter_group(self, facts: EngineFacts, agreement: Agreement, meeting: Meeting) -> None:
+    def _enter_group(self, entry: Entry) -> None:
         """Everything is agreed: be a rank of the new group."""
+        facts, agreement, meeting = entry.facts, entry.agreement, entry.meeting
         address = facts.description.address
         with self._lock:
             before = self._machine
@@ -514,13 +496,9 @@ class Hook:
                 off_reason=next((reason for reason in self._off.values() if reason), ""),
                 before=before.ledger if self._is_member else None,
             )
+            self._machine = before.in_group(facts.shape, ledger)
             self._facts = facts
-            self._machine = ChunkMachine(
-                address, facts.shape, {}, weights_version=self._weights_version, off_reason="", ledger=ledger
-            )
-            self._machine.refusals.update(before.refusals)
             self._flipper.enter(facts)
-            self._flipper.hold(None)
             self._boundary, self._cast_at = agreement.reformed.boundary - 1, -1
             self._formings, self._is_member, self._meeting = agreement.formings, True, meeting
             self._unreachable = uncovered(facts.live, facts.shape.layers)
@@ -529,7 +507,7 @@ class Hook:
             self._recorder.enter(address)
         self._start_voting(meeting.votes)
         logger.info(
-            "hook.formed: group %#x of ranks %s, boundary %d, %d experts unreachable",
+            "hook.formed: group %#x of ranks %s goes on at boundary %d, %d experts are unreachable",
             address.group_id,
             list(facts.shape.group_rank_ids),
             self._boundary + 1,
@@ -616,26 +594,12 @@ class Hook:
 
     def registration(self) -> Registration:
         """What this rank is (link thread)."""
-        description, config = self._facts.description, self._config
-        return Registration(
-            deployment=description.deployment,
-            address=description.address,
-            node=description.node,
-            group_rank_ids=description.group_rank_ids,
-            phase=description.phase,
-            stage=description.stage,
-            models=self._facts.models,
-            capacity=description.capacity,
-            nic=self._facts.nic,
-            dispatch=description.dispatch,
-            vote_period=config.vote_period,
-            window_steps=config.window_steps,
-            sub_windows=config.sub_windows,
-            staging_bytes=config.staging_bytes if self._stager is not None else 0,
-            replica_table_width=description.replica_table_width,
+        return registration_of(
+            self._facts,
+            self._config,
             weights_version=self._weights_version,
-            capabilities=(CAPABILITY_RESTORE,) if self._sources and self._stager is not None else (),
-            protocol_min=PROTOCOL_VERSION_OF_SHARES if self._facts.shape.weighted else PROTOCOL_VERSION_MIN,
+            stages=self._stager is not None,
+            restores=bool(self._sources),
         )
 
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────

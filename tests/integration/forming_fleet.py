@@ -159,14 +159,12 @@ class FormingFleet(Fleet):
             self.end(process)
         return super().close()
 
-    def step_until_error(self, *positions: int) -> list[str]:
-        """Steps of some ranks until none of them can go on; they notice at different boundaries. Returns what they say."""
-        said = dict.fromkeys(positions, "")
+    def step_until_error(self, *positions: int) -> dict[int, str]:
+        """Steps of some ranks until one of them cannot go on; others may notice later. Returns what each says of the last."""
         for _ in range(8):
-            going = [position for position, word in said.items() if not word]
-            said |= dict(zip(going, self.ask_all("step", 1, False, only=going), strict=True))  # a command
-            if all(said.values()):
-                return [said[position] for position in positions]
+            said = dict(zip(positions, self.ask_all("step", 1, False, only=positions), strict=True))  # a command
+            if any(said.values()):
+                return said
         raise AssertionError("they still step")
 
     def stage_again(self, chunk: ChunkId) -> None:

@@ -214,9 +214,7 @@ class Group:
         new = Address(rank, Incarnation(50 + rank), group_id)
         before = None if rank in joining else source.ledger
         ledger = ledger_after(agreement, new, live, weights_version=0, off_reason="", before=before)
-        return ChunkMachine(
-            new, replace(shape(rank), group_rank_ids=tuple(after)), {}, weights_version=0, off_reason="", ledger=ledger
-        )
+        return machine(rank).in_group(replace(shape(rank), group_rank_ids=tuple(after)), ledger)
 
 
 def three(story: Sequence[Seen]) -> Group:
