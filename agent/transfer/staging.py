@@ -110,7 +110,7 @@ class ExpertLayout:
 
     def pack(self, tensors: Mapping[str, SlotTensor], slot: int, region: torch.Tensor) -> None:
         """Copy one slot's tensors into packed bytes on the same device; strided and offset views are read as they are."""
-        region.zero_()  # padding is part of the checksum
+        self._zero_padding(region)
         for tensor in self.tensors:
             self.view(region, tensor).copy_(stored(tensors[tensor.name].data)[slot])
 
@@ -119,7 +119,7 @@ class ExpertLayout:
 
         Raises InvalidInputError when one is missing or is not what the slots hold.
         """
-        region.zero_()
+        self._zero_padding(region)
         for tensor in self.tensors:
             value = values.get(tensor.name)
             found = None if value is None else stored(value.unsqueeze(0))[0]
@@ -129,6 +129,13 @@ class ExpertLayout:
                     f"tensor {tensor.name} is {what}; a slot holds {tensor.num_bytes} bytes of shape {tensor.shape}"
                 )
             self.view(region, tensor).copy_(found)
+
+    def _zero_padding(self, region: torch.Tensor) -> None:
+        """It is part of the checksum. Nothing else is written twice: that would cost a third of the device's copy rate."""
+        ends = [*(tensor.offset for tensor in self.tensors[1:]), self.num_bytes]
+        for tensor, end in zip(self.tensors, ends, strict=True):
+            if tensor.offset + tensor.num_bytes < end:
+                region[tensor.offset + tensor.num_bytes : end].zero_()
 
     def unpack(self, region: torch.Tensor, tensors: Mapping[str, SlotTensor], slot: int) -> None:
         """Copy packed bytes into one slot's tensors, in place."""
