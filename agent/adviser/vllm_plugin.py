@@ -254,12 +254,15 @@ def _expert_bytes(num_layers: int) -> tuple[int, ...]:
 
 
 def _carrying() -> Carrying:
-    """In a forward, `rearrange` moves the weights before it returns; its asynchronous worker does so layer by layer.
+    """In a forward, `rearrange` moves the weights before it returns; an asynchronous worker does so layer by layer.
 
-    vLLM's state says `rebalanced` until the last layer is through.
+    Then vLLM's state says `rebalanced` until the last layer is through: from before the policy is asked, or, where `rearrange`
+    asks it (to 0.16), from before that returns.
     """
     state = variable_of_caller("eplb_model_state", "model_state")
-    if getattr(state, "rebalanced", False):
-        return Carrying(beside=lambda: bool(state.rebalanced))
     frame = calling_frame()
-    return Carrying() if frame is None else Carrying(calling=on_stack(frame))
+    beside = getattr(state, "rebalanced", False)
+    return Carrying(
+        calling=None if beside or frame is None else on_stack(frame),
+        beside=lambda: bool(getattr(state, "rebalanced", False)),
+    )
