@@ -16,7 +16,7 @@ from agent.hook.regroup import Agreement
 from agent.hook.routing import write_tables
 from agent.hook.stager import Stager
 from agent.hook.startup import EngineFacts, Meeting, gather
-from agent.transfer.gloo import GlooGroup, Store
+from agent.transfer.gloo import GlooGroup, Store, first_line
 from agent.transfer.streams import Streams
 from eplb_service.errors import ConflictError
 from eplb_service.failpoints import reach
@@ -45,8 +45,28 @@ def come_in(
 
     flip: do what is decided of the chunk that this rank voted for; why that could not be, empty when it could. staging: of this
     rank, or why it can move nothing; ranks that differ in that, or in other settings, observe only.
-    Raises EnvironmentFault when this rank must not serve on, as DeadlineError when a rank did not come in time.
+    Raises EnvironmentFault when this rank must not serve on, as DeadlineError when a rank did not come in time. The others are
+    told what failed here, rather than wait for this rank.
     """
+    try:
+        return _come_in(
+            forming, facts, config=config, streams=streams, weights_version=weights_version, flip=flip, staging=staging
+        )
+    except Exception as error:
+        forming.give_up(first_line(error))
+        raise
+
+
+def _come_in(
+    forming: Forming,
+    facts: EngineFacts,
+    *,
+    config: HookConfig,
+    streams: Streams,
+    weights_version: int,
+    flip: Callable[[Agreement], str],
+    staging: Callable[[Store], Stager | str],
+) -> Entry:
     shape = facts.shape
     agreement = forming.agree(config.vote_period)
     reach("hook.reform.agreed")

@@ -10,6 +10,7 @@ Nothing of a rank's memory changes in here: it is tried again, with any other ra
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -46,6 +47,7 @@ class Forming:
         self._description, self._place, self._timeout_s = description, place, timeout_s
         self._regrouping: Regrouping | None = None
         self._agreement: Agreement | None = None
+        self._told: set[str] = set()
         self.store: Store = rendezvous.open_store(description, timeout_s)
 
     def agree(self, vote_period: int) -> Agreement:
@@ -101,6 +103,12 @@ class Forming:
             return mine
         return KnownExperts.from_json(self._said("known", teller))
 
+    def give_up(self, why: str) -> None:
+        """Tell the others what this rank has not told them yet: that it fails, and why. They need not wait for it."""
+        with contextlib.suppress(DeadlineError):  # the rendezvous is gone: nobody can be told
+            for topic in [topic for topic in _MISSING if topic not in self._told]:
+                self._say(topic, f"{_FAILED}{why}")
+
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -129,24 +137,28 @@ class Forming:
         return {rank: self._said(topic, rank) for rank in self._description.group_rank_ids}
 
     def _say(self, topic: str, text: str) -> None:
+        self._told.add(topic)
         try:
             self.store.set(f"{topic}/{self._me}", text)
         except RuntimeError as error:
             raise DeadlineError(self._lost(first_line(error))) from error
 
     def _said(self, topic: str, rank: RankId) -> str:
-        words = f"rank {rank} {_MISSING[topic]} within {self._timeout_s:g} s, or the rendezvous of rank"
-        return said_by(
-            self.store,
-            f"{topic}/{rank}",
-            self._timeout_s,
-            f"{words} {self._description.group_rank_ids[0]} ended: form the group again",
+        host = self._description.group_rank_ids[0]
+        silent = (
+            f"rank {rank} {_MISSING[topic]} within {self._timeout_s:g} s, or the rendezvous of rank {host} ended:"
+            " form the group again"
         )
+        said = said_by(self.store, f"{topic}/{rank}", self._timeout_s, silent)
+        if said.startswith(_FAILED):
+            raise EnvironmentFault(f"rank {rank} failed: {said.removeprefix(_FAILED)}")
+        return said
 
     def _lost(self, why: str) -> str:
         return f"the rendezvous that rank {self._description.group_rank_ids[0]} hosts ended ({why}): form the group again"
 
 
+_FAILED = "!"
 _MISSING = {
     "comes": "did not come to the group that forms again",
     "stands": "did not say where it stands",

@@ -312,9 +312,14 @@ class Hook:
 
     # ── events in, effects out ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _dispatch(self, event: ev.Event, *, capturing: bool = False) -> None:
-        """Advance the machine. Messages and orders to the worker go out in order, under the lock; the rest after it."""
+    def _dispatch(self, event: ev.Event, *, capturing: bool = False, voted_in: GroupId | None = None) -> None:
+        """Advance the machine. Messages and orders to the worker go out in order, under the lock; the rest after it.
+
+        voted_in: the group whose vote this is about; nothing is told of votes of a group that was given up.
+        """
         with self._lock:
+            if voted_in not in (None, self._voting_in):
+                return
             effects = self._machine.handle(event, time.monotonic())
             later = [effect for effect in effects if not self._run_inside(effect)]
         if self._outbox.take_news():
@@ -445,9 +450,9 @@ class Hook:
         """Agree with all ranks of the group on the map and go on in it; until then this rank stays where it stands."""
         place = Place(machine=self._machine, formings=self._formings) if self._is_member else None
         self._forming = None  # of an earlier try, with the store that it hosts
-        self._forming = Forming(facts.description, place, timeout_s=self._config.rendezvous_timeout_s)
+        self._forming = forming = Forming(facts.description, place, timeout_s=self._config.rendezvous_timeout_s)
         entry = come_in(
-            self._forming,
+            forming,
             facts,
             config=self._config,
             streams=self._streams,
@@ -530,10 +535,10 @@ class Hook:
 
     # ── from other threads ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _dispatch_from_thread(self, event: ev.Event) -> None:
+    def _dispatch_from_thread(self, event: ev.Event, *, voted_in: GroupId | None = None) -> None:
         """As `_dispatch`; a broken invariant ends this rank's part in rollouts, or its steps when a vote is undecided."""
         try:
-            self._dispatch(event)
+            self._dispatch(event, voted_in=voted_in)
         except BrokenInvariantError as error:
             logger.exception("hook.failed")
             if self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED):
@@ -542,9 +547,7 @@ class Hook:
                 self._set_off("failure", first_line(error))
 
     def _on_resolved(self, group: GroupId, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
-        with self._lock:
-            if self._voting_in == group:
-                self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail))
+        self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail), voted_in=group)
 
     def _on_vote_off(self, group: GroupId, reason: str) -> None:
         with self._lock:

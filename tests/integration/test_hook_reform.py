@@ -262,6 +262,25 @@ def test_calls_that_make_no_sense_say_so_and_change_nothing(context: Context, fo
 
 
 @pytest.mark.long
+def test_ranks_of_a_node_read_one_another_s_memory_again_in_the_next_group(context: Context, folder: str) -> None:
+    fleet = FormingFleet(context, folder, num_ranks=4, config={"same_node_copies": "read"})
+    assert fleet.ask(0, "status").reads_from == (20,)
+    fleet.lose(30)
+    fleet.serves(20, 10, 40)
+    assert [fleet.ask(position, "status").reads_from for position in range(3)] == [(10,), (20,), ()]
+    fleet.step(1)
+    row = fleet.rows[LAYERS[0]]
+    fleet.roll_out({LAYERS[0]: (*row[2:4], *row[:2], *row[4:])})
+    fleet.check()
+    fleet.serves(40, 10, 50, 20, joining=(50,))  # nodes are of three ids each
+    assert [fleet.ask(position, "status").reads_from for position in range(4)] == [(50,), (20,), (40,), (10,)]
+    row = fleet.rows[LAYERS[0]]
+    fleet.roll_out({LAYERS[0]: (*row[:4], row[0], row[1], *row[6:])})
+    fleet.check()
+    fleet.close()
+
+
+@pytest.mark.long
 def test_memory_threads_and_files_do_not_grow_over_formings(context: Context, folder: str) -> None:
     fleet = FormingFleet(context, folder, num_ranks=3)
     measured = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 
 from agent.engine.port import OutcomeUnknownError
 from agent.engine.reference.launch import free_port
+from agent.hook.forming import Forming
 from agent.hook.hook import Hook
 from agent.hook.loaded_check import KnownExperts
 from eplb_service.control import CAPABILITY_RESTORE
@@ -239,3 +241,26 @@ def test_one_rank_alone_goes_on_and_takes_others_in_again(crews: list[Crew]) -> 
     crew.roll_out({LAYERS[0]: (3, 2)})  # may leave away what nobody holds, and nothing else
     crew.form((10, 20), joining=(10,))
     assert crew.check()[LAYERS[0]] == (-1, -1, 3, 2)
+
+
+def test_a_rank_that_fails_tells_the_others_at_once_how_far_they_ever_are() -> None:
+    port = free_port()
+    ranks = (10, 20)
+    tries: dict[int, Forming] = {}
+    assert at_once(
+        [
+            lambda rank=rank: tries.update({rank: Forming(described(rank, ranks, port, group=7), None, timeout_s=20.0)})  # type: ignore[misc]
+            for rank in ranks
+        ]
+    ) == [None, None]
+    began = time.monotonic()
+
+    def fails() -> None:
+        tries[20]._say("comes", "stays")
+        tries[20].give_up("out of memory")
+
+    raised = at_once([lambda: tries[10].agree(2), fails])
+    assert isinstance(raised[0], EnvironmentFault)
+    assert str(raised[0]) == "rank 20 failed: out of memory"
+    assert raised[1] is None
+    assert time.monotonic() - began < 20.0  # less than the time that it would have waited
