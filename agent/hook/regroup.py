@@ -240,14 +240,15 @@ def ledger_after(
     before: Ledger | None = None,
 ) -> Ledger:
     """The memory that a rank goes on with in the new group. live: in its columns. before: of the rank; None = it joins."""
+    heard = Ledger(address, {}, weights_version, "") if before is None else before  # a planner may have spoken meanwhile
     ledger = Ledger(
         address,
         dict(live),
         weights_version,
         off_reason,
-        closed_id=agreement.closed_id,
-        epoch_seen=agreement.epoch_seen,
-        generation_seen=agreement.generation_seen,
+        closed_id=max(agreement.closed_id, heard.closed_id),
+        epoch_seen=max(agreement.epoch_seen, heard.epoch_seen),
+        generation_seen=max(agreement.generation_seen, heard.generation_seen),
         boundary=agreement.reformed.boundary - 1,
     )
     ledger.remember(agreement.flipped_id, before)

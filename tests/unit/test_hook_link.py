@@ -228,3 +228,20 @@ def test_windows_that_were_on_their_way_when_the_link_broke_are_counted_as_dropp
     connection.close()
     bench.owner.until(lambda: not bench.link.is_connected and bench.outbox.windows_dropped == 1)
     assert bench.outbox.windows_sent == 0
+
+
+def test_a_rank_in_another_group_connects_again_at_once_and_says_who_it_is_now(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    with bench.listen() as listener:
+        bench.link.start()
+        with accept(listener) as first:
+            assert isinstance(receive(first), Registration)
+            bench.owner.until(partial(_attached, bench, 1))
+            bench.link.register_anew()
+            with accept(listener) as second:
+                assert isinstance(receive(second), Registration)
+                bench.owner.until(partial(_attached, bench, 2))
+                assert first.recv(1) == b""  # the one before is closed, not left beside it
+    assert caplog.records == []

@@ -410,3 +410,16 @@ def test_a_copy_under_way_is_cancelled_and_a_staged_chunk_withdrawn_when_the_gro
     assert "the group forms again" in refused.reason
     assert isinstance(stage(CHUNK), Stage)
     assert address().group_id != NEXT
+
+
+def test_what_a_planner_says_while_the_group_forms_counts_in_the_new_one() -> None:
+    group = three(("idle", "idle", "idle"))
+    accounts = group.accounts(RANKS, frozenset())
+    agreement = agree(accounts, RANKS, vote_period=PERIOD)
+    assert isinstance(agreement, Agreement)
+    found = group.machines[RANKS[0]]
+    found.handle(ev.VotingOff("the vote group forms again"), 0.0)
+    found.handle(ev.Received(Hello(to=address(), epoch=Epoch(9))), 0.0)
+    found.handle(ev.Received(stage(chunk_id(9, 4))), 0.0)
+    ledger = ledger_after(agreement, address(), found.live, weights_version=0, off_reason="", before=found.ledger)
+    assert (ledger.epoch_seen, ledger.closed_id, ledger.generation_seen) == (9, chunk_id(9, 4), 1)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from agent.hook.stage_check import check_stage
-from eplb_service.control import LayerChange, RefusalCode
+from eplb_service.control import NO_RANK, Copy, LayerChange, RefusalCode
 from eplb_service.ids import LayerRef, RankId, chunk_id
 from eplb_service.placement import row_digest
 from eplb_service.replica_shares import as_array, even_shares
-from tests.unit.hook_chunk_parts import LAYER, OTHER, RANKS, ROW, copies, digest, live, shape, stage
+from tests.unit.hook_chunk_parts import LAYER, OTHER, RANKS, ROW, SLOTS, copies, digest, live, shape, stage
 
 GOOD = stage(chunk_id(1, 1))
 
@@ -218,3 +218,29 @@ def test_an_engine_with_another_dispatch_takes_no_shares() -> None:
     change = replace(weighted(SHARES).layers[0], old_digest=digest(ROW))
     code, reason = refused(replace(GOOD, layers=(change,), copies=()))
     assert (code, "it comes with shares, this engine's dispatch knows none" in reason) == (RefusalCode.INVALID, True)
+
+
+def test_an_expert_that_died_with_its_rank_may_stay_away_or_come_back_and_no_other_may_go() -> None:
+    lost = (0, 1, 2, -1, 0, 1)  # expert 3
+    known = live(lost)
+    for row, words in (
+        ((1, 0, 2, -1, 0, 1), ""),
+        ((0, 1, 3, 2, 0, 1), ""),
+        ((0, 1, -1, -1, 0, 1), "expert 2 would have no replica"),
+        ((0, 1, 3, -1, 0, 1), "expert 2 would have no replica"),
+    ):
+        change = LayerChange(layer=LAYER, old_digest=digest(lost), new_digest=digest(row), new_row=row)
+        moved = tuple(
+            Copy(
+                layer=LAYER,
+                expert=expert,
+                source_rank=NO_RANK if expert == 3 else RANKS[lost.index(expert) // SLOTS],
+                source_slot=0 if expert == 3 else lost.index(expert) % SLOTS,
+                target_rank=RANKS[slot // SLOTS],
+                target_slot=slot % SLOTS,
+            )
+            for slot, expert in enumerate(row)
+            if expert not in (lost[slot], -1)
+        )
+        refusal = check_stage(replace(GOOD, layers=(change,), copies=moved), shape(), known, 0)
+        assert ("" if refusal is None else refusal[1]) == (f"layer {LAYER}: {words}" if words else "")

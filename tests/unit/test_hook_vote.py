@@ -169,3 +169,17 @@ def test_only_an_id_that_this_rank_cast_can_pass() -> None:
     assert read(Vote(8, ChunkId(ID + 1), values, stuck))[0] is Outcome.FAILED
     assert read(Vote(8, NO_CHUNK, torch.tensor([8, -8, 0, 0]), stuck))[0] is Outcome.FAILED
     assert read(Vote(8, ID, torch.tensor([LEAVING, -8, 0, -ID]), stuck))[0] is Outcome.DIVERGED
+
+
+def test_votes_of_a_group_that_is_given_up_end_without_a_word_here_and_at_once_at_their_peers(ranks: list[Rank]) -> None:
+    for rank in ranks[:2]:
+        rank.voter.cast(4, ID)  # the third never does
+    ranks[0].voter.abandon()
+    ranks[0].voter._waiter.join(WAIT_S)
+    assert not ranks[0].voter._waiter.is_alive()
+    assert ranks[1].told.wait(WAIT_S)
+    assert ranks[1].outcomes == [(ID, Outcome.UNKNOWN)]
+    assert (ranks[0].outcomes, ranks[0].off) == ([], [])
+    assert ranks[0].voter.is_off
+    ranks[0].voter.cast(8, ID)
+    assert ranks[0].outcomes == []
