@@ -33,8 +33,17 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 
-PartsOf = Callable[[LayerRef, int], Sequence[str]]
-"""Names, in the checkpoint, of all that an expert is made from."""
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row along the first axis of a tensor: of those of a layer's experts that are stored as one."""
+
+    name: str
+    index: int
+
+
+PartsOf = Callable[[LayerRef, int], Sequence[str | Row]]
+"""Names, in the checkpoint, of all that an expert is made from; of a row, which is handed over under its tensor's name."""
 
 Finish = Callable[[LayerRef, int, Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """The engine's post-processing: an expert's tensors as in the checkpoint → as in one of its slots, by the slots' names."""
@@ -64,17 +73,37 @@ class Checkpoint:
 
     def read(self, layer: LayerRef, expert: int, layout: ExpertLayout, region: torch.Tensor) -> bool:
         """Read, finish and pack one expert. Raises InvalidInputError for a file or a result that cannot be used."""
-        if self._places is None:
-            self._places = {name: place for path in self._files for name, place in _header(path).items()}
-        names = self._parts_of(layer, expert)
-        missing = [name for name in names if name not in self._places]
-        if len(missing) == len(names):
+        values = self.values(layer, expert)
+        if values is None:
             return False
+        layout.pack_values(values, region)
+        return True
+
+    def values(self, layer: LayerRef, expert: int) -> Mapping[str, torch.Tensor] | None:
+        """One expert's tensors as a slot holds them, None where the files have no part of it. Raises InvalidInputError."""
+        places = self._known()
+        rows: dict[str, int | None] = {}
+        for part in self._parts_of(layer, expert):
+            rows |= {part.name: part.index} if isinstance(part, Row) else {part: None}
+        missing = [name for name in rows if name not in places]
+        if len(missing) == len(rows):
+            return None
         if missing:
             raise InvalidInputError(f"the checkpoint has a part of expert {expert} of {layer}, but no {', '.join(missing[:4])}")
-        parts = {name: self._tensor(self._places[name]) for name in names}
-        layout.pack_values(self._finish(layer, expert, parts), region)
-        return True
+        parts = {
+            name: self._tensor(places[name] if row is None else _row(places[name], name, row)) for name, row in rows.items()
+        }
+        return self._finish(layer, expert, parts)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor of the files, by its name. Raises InvalidInputError for a file that cannot be used."""
+        return {name: place.shape for name, place in self._known().items()}
+
+    def _known(self) -> Mapping[str, _Place]:
+        if self._places is None:
+            self._places = {name: place for path in self._files for name, place in _header(path).items()}
+        return self._places
 
     def _tensor(self, place: _Place) -> torch.Tensor:
         data = bytearray(place.num_bytes)
@@ -90,6 +119,14 @@ class Checkpoint:
         if not data:
             return torch.zeros(place.shape, dtype=place.dtype)
         return torch.frombuffer(data, dtype=torch.uint8).view(place.dtype).view(place.shape)
+
+
+def _row(place: _Place, name: str, index: int) -> _Place:
+    """Where a row of a tensor lies. Raises InvalidInputError when there is no such row."""
+    if not place.shape or not 0 <= index < place.shape[0]:
+        raise InvalidInputError(f"{place.path}: tensor {name} of shape {list(place.shape)} has no row {index}")
+    num_bytes = place.num_bytes // place.shape[0]
+    return _Place(place.path, place.offset + index * num_bytes, num_bytes, place.dtype, place.shape[1:])
 
 
 def _header(path: Path) -> dict[str, _Place]:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from agent.engine.huggingface.backup import checkpoint_backup
 from agent.engine.huggingface.batch import GreedyBatch, serve
 from agent.engine.huggingface.engine import HuggingFaceEngine
 from agent.engine.huggingface.settings import ParallelSettings
@@ -75,7 +77,8 @@ def main() -> None:
         num_redundant_experts=options.redundant_experts,
     )
     engine = HuggingFaceEngine(model, settings)
-    hook = Hook(engine.port, HookConfig.from_environment(os.environ))
+    sources = (checkpoint_backup(engine, Path(options.model)),) if Path(options.model).is_dir() else ()
+    hook = Hook(engine.port, HookConfig.from_environment(os.environ), sources=sources)
     hook.start()
     engine.watch(hook)
 

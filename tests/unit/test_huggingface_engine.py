@@ -7,15 +7,18 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
+from agent.engine.huggingface.backup import checkpoint_backup
 from agent.engine.huggingface.batch import GreedyBatch, serve
 from agent.engine.huggingface.engine import HuggingFaceEngine
 from agent.engine.huggingface.found import StackedExperts, combine, find_experts, try_out
@@ -299,3 +302,60 @@ def test_experts_modules_of_another_shape_are_refused(change: Callable[[Experts]
     model.layers = nn.ModuleList([layer])
     with pytest.raises(InvalidInputError, match=words):
         find_experts(model)
+
+
+# ── the files that it was loaded from ────────────────────────────────────────────────────────────────────────────────────
+
+
+def saved(model: object, folder: Path) -> None:
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    model.save_pretrained(folder)  # type: ignore[attr-defined]
+
+
+@needs_transformers
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_expert_comes_out_of_the_files_as_slots_hold_it(architecture: str, tmp_path: Path) -> None:
+    model = tiny(architecture)
+    saved(model, tmp_path)
+    loaded = {
+        experts.layer_id: {name: tensor.clone() for name, tensor in experts.expert_tensors(experts.layer_id).items()}
+        for experts in find_experts(model)
+    }
+    engine = HuggingFaceEngine(model, settings())
+    checkpoint = checkpoint_backup(engine, tmp_path)
+    assert [layer.layer_id for layer in engine.port.layers] == ARCHITECTURES[architecture][1]
+    for layer in engine.port.layers:
+        for expert in range(8):
+            values = checkpoint.values(layer, expert)
+            assert values is not None
+            assert set(values) == set(loaded[layer.layer_id])
+            for name, tensor in values.items():
+                assert torch.equal(tensor, loaded[layer.layer_id][name][expert])
+
+
+@needs_transformers
+def test_a_model_that_runs_in_fewer_bits_than_its_files_have_gets_what_loading_made_of_them(tmp_path: Path) -> None:
+    model = tiny("Olmoe")
+    saved(model, tmp_path)
+    engine = HuggingFaceEngine(model.to(torch.bfloat16), settings(exact=False))
+    values = checkpoint_backup(engine, tmp_path).values(next(iter(engine.port.layers)), 3)
+    assert values is not None
+    assert {tensor.dtype for tensor in values.values()} == {torch.bfloat16}
+
+
+@needs_transformers
+def test_files_of_another_model_or_without_an_expert_are_refused_by_name(tmp_path: Path) -> None:
+    model = tiny("Olmoe")
+    saved(model, tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    whole = load_file(file)
+    engine = HuggingFaceEngine(model, settings())
+    other = {name: tensor + 1 if ".experts.0.down_proj" in name else tensor for name, tensor in whole.items()}
+    save_file(other, file)
+    with pytest.raises(InvalidInputError, match="has another down_proj of expert 0 of target/0 than this rank holds"):
+        checkpoint_backup(engine, tmp_path)
+    save_file({name: tensor for name, tensor in whole.items() if "layers.1.mlp.experts.7.up_proj" not in name}, file)
+    with pytest.raises(
+        InvalidInputError, match=r"does not hold the 8 experts of target/1 .* slots hold down_proj, gate_up_proj"
+    ):
+        checkpoint_backup(engine, tmp_path)
