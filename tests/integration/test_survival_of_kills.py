@@ -26,7 +26,7 @@ def fleet() -> Iterator[WholeFleet]:
     with WholeFleet(rank_ids=(0, 1, 2, 3), in_flight=2, hook_options=options) as running:
         running.start_service()
         yield running
-        running.ranks.stop(timeout_s=20, cancel=True)
+        running.stop_ranks()
 
 
 @pytest.fixture(autouse=True)

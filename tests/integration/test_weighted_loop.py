@@ -25,7 +25,7 @@ def fleet() -> Iterator[WholeFleet]:
     with WholeFleet(rank_ids=(4, 5), in_flight=3, hook_options=options, dispatch=Dispatch.WEIGHTED) as running:
         running.start_service()
         yield running
-        running.ranks.stop(timeout_s=20, cancel=True)
+        running.stop_ranks()
 
 
 def placement_of(fleet: WholeFleet, generation: int) -> Placement:

@@ -40,7 +40,7 @@ def fleet() -> Iterator[WholeFleet]:
         running.tokens_before_service = running.serving.tokens
         running.start_service()
         yield running
-        running.ranks.stop(timeout_s=20, cancel=True)
+        running.stop_ranks()
 
 
 def test_hooks_without_agent_process_serve_and_link_up_when_one_appears(fleet: WholeFleet) -> None:
