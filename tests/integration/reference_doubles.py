@@ -99,6 +99,48 @@ def scripted(port: EnginePort, config: RankConfig) -> StepHook:
     return ScriptedHook(port, cast("ServedModel", resolve(config.fleet.model_factory)()))
 
 
+RESTORED_AFTER = 6
+"""Steps."""
+
+
+class RestoringHook(NoHook):
+    """Brings experts that no slot holds back from the checkpoint, some steps after they were lost, into slots to spare."""
+
+    def __init__(self, port: EnginePort, checkpoint: ServedModel) -> None:
+        self._port, self._checkpoint = port, checkpoint
+        self._left = RESTORED_AFTER
+
+    def reform(self) -> None:
+        self._left = RESTORED_AFTER
+
+    def begin_step(self, *, num_real_tokens: int) -> None:
+        (model,) = self._port.describe().models
+        rows = {info: self._port.routing_tables(LayerRef(model.name, info.layer_id)) for info in model.layers}
+        lacking = [info for info, tables in rows.items() if int(tables.replica_counts.min()) < 1]
+        assert not lacking or not num_real_tokens, "tokens were fed to a model of which experts are lost"
+        self._left -= bool(lacking)
+        if lacking and not self._left:
+            for info in lacking:
+                self._restore(LayerRef(model.name, info.layer_id), rows[info], info.num_logical, info.slots)
+
+    def _restore(self, layer: LayerRef, tables: RoutingTables, num_logical: int, slots: int) -> None:
+        description = self._port.describe()
+        row = tables.physical_to_logical.numpy().astype(np.int32)
+        free = [slot for slot, expert in enumerate(row) if expert < 0 or expert in row[:slot]]
+        lost = [expert for expert in range(num_logical) if expert not in row]
+        row[free[: len(lost)]] = lost
+        first = description.group_rank_ids.index(description.address.rank_id) * slots
+        checkpoint = self._checkpoint.expert_tensors(layer.layer_id)
+        for name, tensor in self._port.slot_tensors(layer).items():
+            for slot, expert in enumerate(row[first : first + slots].tolist()):
+                tensor.data[slot].copy_(checkpoint[name][expert])
+        write_tables(tables, row, num_logical, description.replica_table_width)
+
+
+def restoring(port: EnginePort, config: RankConfig) -> StepHook:
+    return RestoringHook(port, cast("ServedModel", resolve(config.fleet.model_factory)()))
+
+
 def writes_environment(port: EnginePort, config: RankConfig) -> StepHook:
     """No hook; leaves what its process was told."""
     seen = f"{os.environ.get('EPLB_TEST_NAME')} {os.environ.get('EPLB_FAILPOINTS')}"

@@ -34,9 +34,7 @@ def fleet_config(directory: str, *, model: str, num_ranks: int, first_rank_id: i
         run_directory=directory,
         engine_port=free_port(),
         hook_port=free_port(),
-        start_timeout_s=WAIT_S,
-        step_timeout_s=WAIT_S,
-        **options,
+        **{"start_timeout_s": WAIT_S, "step_timeout_s": WAIT_S, **options},
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from torch import Tensor
+
 from examples.tiny_moe.config import TinyMoeConfig
 from examples.tiny_moe.model import TinyMoe
 from examples.tiny_moe.numerics import configure_torch, self_check
@@ -25,6 +27,21 @@ def uneven() -> TinyMoe:
     shapes = ((32, 96), (32, 32), (32, 10), (32, 24), (24, 32), (32, 256))
     self_check(shapes=shapes)
     return TinyMoe(UNEVEN, random_weights(UNEVEN, seed=5))
+
+
+class RaisesOnAByte(TinyMoe):
+    """As torch does when a kernel is missing."""
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if bool((tokens == 255).any()):
+            raise RuntimeError("no kernel for byte 255")
+        return super().embed(tokens)
+
+
+def raises_on_a_byte() -> TinyMoe:
+    """A model with a bug."""
+    configure_torch()
+    return RaisesOnAByte(UNEVEN, random_weights(UNEVEN, seed=5))
 
 
 def differs_by_process() -> TinyMoe:

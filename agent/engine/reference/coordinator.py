@@ -139,6 +139,7 @@ class Coordinator:
     reason: str = ""
     _standing: set[RankId] = field(default_factory=set)
     _formed: set[RankId] = field(default_factory=set)
+    _reasons: dict[RankId, str] = field(default_factory=dict)
     _joining: set[RankId] = field(default_factory=set)
     _deadline_s: float = 0.0
     _changed: bool = False
@@ -194,6 +195,7 @@ class Coordinator:
         if event.number != self.number or event.rank_id not in self.members:
             return []
         self._standing.add(event.rank_id)
+        self._reasons[event.rank_id] = event.reason
         self._steps = max(self._steps, event.steps)
         if self.stage is Stage.GATHERING:
             return self._go_on(now)
@@ -250,7 +252,8 @@ class Coordinator:
             )
         self._fruitless = 0 if self._changed or self.newcomers or self._steps else self._fruitless + 1
         if self._fruitless > FRUITLESS_MAX:
-            return self._end(f"{FRUITLESS_MAX} groups of the same ranks ended without one step, the last: {self.reason}")
+            last = "; ".join(f"rank {rank}: {self._reasons[rank]}" for rank in self.members)
+            return self._end(f"{FRUITLESS_MAX} groups of the same ranks ended without one step, the last: {last}")
         self._joining.update(self.newcomers)
         self.members, self.newcomers = ranks, ()
         self.number += 1

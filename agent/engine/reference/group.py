@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from agent.engine.reference.config import FleetConfig
 from agent.engine.reference.wake import WakeMesh
@@ -93,15 +94,17 @@ def form_group(
     mesh: WakeMesh | None = None
     try:
         store = _open_store(fleet, position, digest, waiting)
-        reach("engine.group.met")
+        if number:
+            reach("engine.group.formed_again")
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=PrefixStore("engine", store),
             rank=position,
             world_size=fleet.num_ranks,
-            timeout=timedelta(seconds=fleet.step_timeout_s),
+            timeout=timedelta(seconds=waiting.left_s),
         )
         dist.barrier()
+        _set_pg_timeout(timedelta(seconds=fleet.step_timeout_s))
         mesh = WakeMesh(
             PrefixStore("wake", store),
             position=position,

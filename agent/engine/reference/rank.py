@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from agent.engine.port import EngineDescription, EnginePort
-from agent.engine.reference.config import RankConfig
+from agent.engine.reference.config import FleetConfig, RankConfig
 from agent.engine.reference.engine import NoHook, ReferenceEngine, StepHook
 from agent.engine.reference.exchange import ExpertExchange
 from agent.engine.reference.experts import LayerExperts, carried_row, check_row_independence, linear_row, load_layer
@@ -33,6 +33,7 @@ from agent.engine.reference.survive import Reaction, reaction_to
 from agent.hook.config import HookConfig
 from agent.hook.hook import Hook
 from agent.transfer.backup import ExpertSource
+from agent.transfer.gloo import first_line
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError
 from eplb_service.ids import Incarnation, LayerRef
@@ -114,6 +115,10 @@ class Rank:
             raise InvalidInputError(
                 f"{self._config.fleet.model_factory} cannot survive the loss of a rank: its caches have no method `truncate`"
             )
+        if self._config.fleet.survives and self._device.type != "cpu":
+            raise InvalidInputError(
+                f"a fleet on {self._device.type} cannot survive the loss of a rank: only gloo tells of one by an error"
+            )
 
     def join(self) -> None:
         """Form the group that the fleet starts with, or wait to be taken into one that serves.
@@ -154,7 +159,7 @@ class Rank:
             text = str(error)
         else:  # what torch raises when a collective fails: gloo has no class of its own for a peer that is gone
             step = self._server.engine.boundary - 1
-            text = f"step {step} failed; a peer is gone or stuck, or the model raised: {error}"
+            text = f"step {step} failed; a peer is gone or stuck, or the model raised: {first_line(error)}"
         if reaction_to(error, survives=self._config.fleet.survives) is Reaction.LEAVE:
             self._leave(text)
         return text
@@ -180,7 +185,9 @@ class Rank:
                     self._leave(str(error))  # a hook that has just started cannot tell where it stands
                 if group is not None:
                     group.leave()
-                self._link.report(Standing(number=order.number, reason=f"no group {order.number}: {error}", steps=0))
+                self._link.report(
+                    Standing(number=order.number, reason=f"no group {order.number}: {first_line(error)}", steps=0)
+                )
             else:
                 self._link.report(Formed(number=order.number))
                 return
@@ -206,7 +213,7 @@ class Rank:
         for layer in self._layers:
             row = layer.tables.physical_to_logical.cpu().numpy().astype(np.int32)
             carried = carried_row(row, self._rank_ids, fleet.rank_ids)
-            width = table_width(num_experts, len(carried))
+            width = table_width(fleet, num_experts)
             layer.regroup(carried, position=group.position, nodes=fleet.nodes, table_width=width)
         self._rank_ids = fleet.rank_ids
         if joins:
@@ -292,7 +299,7 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
             row,
             position=config.position,
             slots=slots,
-            table_width=table_width(num_experts, num_physical),
+            table_width=table_width(config.fleet, num_experts),
             dispatch=Dispatch(config.fleet.dispatch),
             nodes=config.fleet.nodes,
         )
@@ -300,9 +307,10 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
     ]
 
 
-def table_width(num_experts: int, num_physical: int) -> int:
-    """Most replicas of an expert in a map that covers all experts."""
-    return num_physical - num_experts + 1
+def table_width(fleet: FleetConfig, num_experts: int) -> int:
+    """Most replicas of an expert in a map that covers all experts; in any map, where experts may be lost with their rank."""
+    num_physical = fleet.slots(num_experts) * fleet.num_ranks
+    return num_physical if fleet.survives else num_physical - num_experts + 1
 
 
 def make_hook(config: RankConfig, port: ReferencePort, model: ServedModel) -> StepHook:
