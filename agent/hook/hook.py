@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from agent.engine.port import EnginePort, FormsAgain, OutcomeUnknownError, ReportsPressure
+from agent.engine.port import EnginePort, ReportsPressure
 from agent.frames import RegistrationAnswer
 from agent.hook import chunk_events as ev
 from agent.hook.chunk import ChunkMachine
@@ -25,6 +25,7 @@ from agent.hook.recorder import Recorder
 from agent.hook.regroup import Agreement, ledger_after, uncovered
 from agent.hook.routing import FLIP_TIMEOUT_S, PreparedFlip
 from agent.hook.stager import Stager, Weights
+from agent.hook.standstill import Standstill
 from agent.hook.startup import EngineFacts, Meeting, in_next_group, inspect, meet
 from agent.hook.statements import registration_of
 from agent.hook.vote import Voter
@@ -77,8 +78,7 @@ class Hook:
         self._off: dict[str, str] = {}
         self._switched_off = config.off
         self._inert = config.off
-        self._halt: tuple[type[EnvironmentFault], str] | None = None  # why no step may run, until the group forms again
-        self._broken = ""  # why not even then
+        self._standstill = Standstill(port)
         self._is_member = False
         self._formings = 0
         self._forming: Forming | None = None
@@ -165,14 +165,14 @@ class Hook:
         """
         if not self._is_member:
             raise ConflictError("a hook forms again after it was in a group: call start() first, also on a rank that joins")
-        if self._broken:
-            raise EnvironmentFault(self._broken)
+        if self._standstill.broken:
+            raise EnvironmentFault(self._standstill.broken)
         facts = in_next_group(self._facts, self._port, self._config)
         self._set_off("form", "the vote group forms again")
         try:
             self._leave_group()
             self._form_group(facts)
-        except (EplbError, RuntimeError) as error:
+        except Exception as error:
             raise self._not_formed(facts, error) from error
         self._link.register_anew()
 
@@ -182,7 +182,7 @@ class Hook:
         Raises EnvironmentFault when this rank must not run another step: as OutcomeUnknownError when the outcome of a commit is
         unknown in an engine that forms its group again (`FormsAgain`). Nothing else.
         """
-        self._raise_if_halted()
+        self._standstill.check()
         self._boundary += 1
         self._last_boundary_s = time.monotonic()
         capturing = False
@@ -191,7 +191,7 @@ class Hook:
             self._commit(capturing=capturing)
         except Exception as error:  # noqa: BLE001  # logged there; a step must not fail with the hook
             self._on_failure(error)
-        self._raise_if_halted()
+        self._standstill.check()
         self._observe(num_real_tokens, warmup=warmup, capturing=capturing)
 
     def record(self, layer: LayerRef, experts: torch.Tensor) -> None:
@@ -258,7 +258,7 @@ class Hook:
             return
         self._voter.collect()
         self._dispatch(ev.FlipDue(boundary), capturing=capturing)
-        if self._halt is not None or self._voter.is_off:
+        if self._standstill.holds or self._voter.is_off:
             return
         self._dispatch(ev.VoteDue(boundary))
 
@@ -278,7 +278,7 @@ class Hook:
             state = self._machine.state
         undecided = state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED, ev.ChunkState.FLIPPING)
         if undecided and self._cast_at != self._boundary:
-            self._stop(
+            self._standstill.stop(
                 f"{reason}; the chunk under way cannot be flipped here as it may be elsewhere",
                 for_good=state is ev.ChunkState.FLIPPING,
             )
@@ -354,7 +354,7 @@ class Hook:
             case ev.Flip():
                 self._flip(effect, capturing=capturing)
             case ev.FailStop():
-                self._stop(effect.reason)
+                self._standstill.stop(effect.reason)
             case _:
                 raise BrokenInvariantError(f"no part of this hook can run {type(effect).__name__}")
 
@@ -372,7 +372,7 @@ class Hook:
             prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing, tables=self._forming is None)
         except FlipBrokenError as error:
             logger.exception("hook.flip failed")
-            self._stop(str(error), for_good=True)
+            self._standstill.stop(str(error), for_good=True)
             return
         if self._stager is not None:
             self._stager.note_flip(effect.stage, prepared.checksums)
@@ -386,22 +386,6 @@ class Hook:
                 self._dispatch(ev.FlipDone(*finished))
                 self._unreachable = uncovered(self._machine.live, self._facts.shape.layers)
 
-    def _stop(self, reason: str, *, for_good: bool = False) -> None:
-        """No step may run here: until the group forms again, where the engine can do that, unless it is for good."""
-        logger.critical("hook.stopped: %s", reason)
-        if for_good:
-            self._broken = reason
-        if isinstance(self._port, FormsAgain) and self._port.can_reform and not for_good:
-            self._halt = (OutcomeUnknownError, reason)
-            return
-        self._halt = (EnvironmentFault, reason)
-        self._port.fail_stop(reason)
-
-    def _raise_if_halted(self) -> None:
-        if self._halt is not None:
-            error, reason = self._halt
-            raise error(reason)
-
     # ── another group ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _join(self) -> None:
@@ -411,15 +395,14 @@ class Hook:
         facts = inspect(self._port, self._config)
         try:
             self._form_group(facts)
-        except (EplbError, RuntimeError) as error:
+        except Exception as error:
             raise self._not_formed(facts, error) from error
         self._link.start()
 
     def _not_formed(self, facts: EngineFacts, error: Exception) -> EnvironmentFault:
-        reason = f"group {facts.description.address.group_id:#x} did not form: {first_line(error)}"
-        logger.error("hook.not_formed: %s", reason)
-        if self._halt is None or self._halt[0] is not OutcomeUnknownError:
-            self._halt = (EnvironmentFault, f"{reason}; form another group, or restart the engine")
+        why = str(error) if isinstance(error, EplbError) else f"{type(error).__name__}: {first_line(error)}"
+        reason = f"group {facts.description.address.group_id:#x} did not form: {why}"
+        self._standstill.not_formed(reason)
         return EnvironmentFault(reason)
 
     def _leave_group(self) -> None:
@@ -440,7 +423,7 @@ class Hook:
     def _until_flipped(self) -> None:
         """Wait for the device, which a flip was given to. Raises DeadlineError when it does not end."""
         until = time.monotonic() + FLIP_TIMEOUT_S
-        while self._machine.state is ev.ChunkState.FLIPPING and not self._broken:
+        while self._machine.state is ev.ChunkState.FLIPPING and not self._standstill.broken:
             self._poll_flip()
             if time.monotonic() > until:
                 raise DeadlineError(f"the flip of chunk {self._machine.open_id:#x} did not end within {FLIP_TIMEOUT_S:g} s")
@@ -482,7 +465,7 @@ class Hook:
             return ""
         self._dispatch(ev.GroupFormed(flips=True, boundary=agreement.reformed.boundary))
         self._until_flipped()
-        return self._broken
+        return self._standstill.broken
 
     def _enter_group(self, entry: Entry) -> None:
         """Everything is agreed: be a rank of the new group."""
@@ -507,7 +490,8 @@ class Hook:
             self._boundary, self._cast_at = agreement.reformed.boundary - 1, -1
             self._formings, self._is_member, self._meeting = agreement.formings, True, meeting
             self._unreachable = uncovered(facts.live, facts.shape.layers)
-            self._forming, self._halt = None, None
+            self._forming = None
+            self._standstill.end()
         if self._recorder is not None:
             self._recorder.enter(address)
         self._start_voting(meeting.votes)
@@ -542,7 +526,7 @@ class Hook:
         except BrokenInvariantError as error:
             logger.exception("hook.failed")
             if self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED):
-                self._stop(str(error), for_good=True)
+                self._standstill.stop(str(error), for_good=True)
             else:
                 self._set_off("failure", first_line(error))
 

@@ -87,6 +87,7 @@ def settings(**changes: Any) -> HookConfig:
         "vote_period": 2,
         "vote_timeout_s": 5.0,
         "rendezvous_timeout_s": 20.0,
+        "close_timeout_s": 1.0,  # those that a group left behind get no answer to their good-bye
         "reconnect_max_s": 0.05,
     }
     return HookConfig(**{**values, **changes})
@@ -106,6 +107,7 @@ class Crew:
     ) -> None:
         self.weighted, self.sources, self.config = weighted, sources, settings(**changes)
         self.group, self.sequence = 100, 0
+        self.everyone: list[Member] = []  # lost ones too
         port = free_port()
         self.members = {rank: self.member(described(rank, ranks, port, group=self.group, rows=rows)) for rank in ranks}
         assert at_once([member.hook.start for member in self.members.values()]) == [None] * len(ranks)
@@ -117,7 +119,9 @@ class Crew:
         if self.weighted:
             for layer in LAYERS:
                 engine.tables[layer] = weighted_tables(engine.rows[layer])
-        return Member(engine, Hook(engine, self.config, sources=self.sources))
+        made = Member(engine, Hook(engine, self.config, sources=self.sources))
+        self.everyone.append(made)
+        return made
 
     def calls(self, ranks: Sequence[int], *, joining: Sequence[int] = ()) -> list[Callable[[], None]]:
         """What each rank's engine calls once its group is this one."""
@@ -202,7 +206,7 @@ class Crew:
         return rows[0]
 
     def close(self) -> None:
-        at_once([member.hook.close for member in self.members.values()])
+        assert at_once([member.hook.close for member in self.everyone]) == [None] * len(self.everyone)
 
 
 def until(condition: Callable[[], bool], what: str) -> None:
