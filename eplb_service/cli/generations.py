@@ -60,6 +60,12 @@ def _took(view: Any) -> str:
     return "decision to last flip" if view.flip_boundaries else "told to shown"
 
 
+def _bytes(moves: Any) -> str:
+    """By where they come from."""
+    text = f"{bytes_text(moves.bytes.same_node)} within nodes, {bytes_text(moves.bytes.cross_node)} across"
+    return text + (f", {bytes_text(moves.bytes_from_backups)} from backups" if moves.bytes_from_backups else "")
+
+
 def _engine_copy(view: Any) -> str:
     """How long an engine that moves its own weights took, as its plug-in saw it."""
     if not view.copied_s:
@@ -109,7 +115,7 @@ def list_generations(deployment: str | None, limit: int, output: str, client: Pl
             clock_text(view.created_at_s),
             *(_worst(view, name) for name in ("before", "predicted", "observed")),
             view.moves.experts,
-            bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node),
+            bytes_text(view.moves.bytes.same_node + view.moves.bytes.cross_node + view.moves.bytes_from_backups),
             view.stop_reason or view.reason,
         )
         for view in reply.generations
@@ -174,7 +180,7 @@ def _print_generation(name: str, view: Any) -> None:
         ("  observed", _imbalance(view, "observed")),
         *_after_commit(view),
         ("moves", f"{view.moves.experts} experts, {view.moves.slots_rewritten} slots rewritten"),
-        ("bytes", f"{bytes_text(view.moves.bytes.same_node)} within nodes, {bytes_text(view.moves.bytes.cross_node)} across"),
+        ("bytes", _bytes(view.moves)),
         ("flipped at steps", ", ".join(str(step) for step in view.flip_boundaries)),
         (_took(view), f"{view.rollout_s:.2f} s" if view.rollout_s else ""),
         ("longest flip", _flip_stall(view)),

@@ -3,7 +3,8 @@
 Every expert asks for one slot. One that it has already costs nothing; another costs a move, through the rank that takes it in,
 which can take in so many. An expert with other copies may lose a slot, and the last copy of one may have to go elsewhere to
 make room where a backup is. Costs are in levels, each above all that the ones below it can add up to: promises broken, moves,
-copies lost (a free slot loses none), load that the other copies of a lost one take over, load of the rank that takes it in.
+copies lost (a free slot loses none), load that the other copies of a lost one take over (with a little for each further expert
+that the same rank takes in), load of the rank that takes it in.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ Int64Array = npt.NDArray[np.int64]
 
 GRADES = 1000
 """Steps in which loads are told apart where nothing else tells slots, or ranks, apart."""
+
+TURN = 10 * (GRADES + 1)
+"""Cost of each further expert that a rank takes in of a layer, as they arrive one by one: a hundredth of the most load."""
 
 MOVES_MAX = 512
 """Moves up to which the levels are kept apart; the product of all levels must fit 63 bits."""
@@ -98,7 +102,9 @@ def _solve(gap: Gap, num_moves: int) -> Filled:
     is_there[np.arange(num_ranks)[:, None], gap.held] = True  # the last column takes empty slots
     rank, expert = np.nonzero(gap.takes & ~is_there[:, :-1])
     entering = add(expert, entry + rank, 1, move + entry_costs[rank, expert])
-    add(entry + ranks, inside + ranks, gap.intake)
+    for nth in range(min(int(gap.intake.max()), num_slots)):
+        takes = ranks[gap.intake > nth]
+        add(entry + takes, inside + takes, 1, nth * TURN)
     given = np.flatnonzero(gap.open_slots.reshape(-1))
     filling = add(inside + given // num_slots, slot + given, 1, slot_costs.reshape(-1)[given])
     add(slot + places, np.full(places.size, sink), 1)
@@ -122,7 +128,7 @@ def _solve(gap: Gap, num_moves: int) -> Filled:
 
 def _costs(gap: Gap, num_moves: int) -> tuple[int, Int64Array, Int64Array]:
     """What a move costs; what each slot costs to fill, shape (R, S); what each rank costs to enter beside, shape (R, E)."""
-    num_ranks = gap.held.shape[0]
+    num_ranks, num_slots = gap.held.shape
     copies = np.append(gap.copies, 0)
     share = np.append(gap.load / np.maximum(gap.copies, 1), 0.0)
     height = share[gap.held].sum(axis=1)
@@ -130,7 +136,7 @@ def _costs(gap: Gap, num_moves: int) -> tuple[int, Int64Array, Int64Array]:
     busy[np.argsort(height, kind="stable")] = np.arange(num_ranks) * GRADES // max(1, num_ranks - 1)
     harm = np.where(copies > 1, np.append(gap.load, 0.0) / np.maximum(copies - 1, 1), 0.0)
     grade = np.rint(GRADES * harm / max(float(harm.max()), 1e-300)).astype(np.int64)
-    fine_max = (GRADES + 1) * (GRADES + 1)
+    fine_max = (GRADES + 1) * (GRADES + 1) + num_slots * TURN
     lost = num_moves * fine_max + 1
     move = num_moves * (lost + fine_max) + 1
     promise = 2 * (gap.load.size + 1) * move
