@@ -13,8 +13,8 @@ from typing import Any
 
 from agent.engine.port import EngineDescription
 from agent.engine.reference.launch import free_port
-from eplb_service.control import Armed, Stage, Staged
-from eplb_service.ids import ChunkId, GenerationNumber, LayerRef, RankId
+from eplb_service.control import Armed, Committed, Stage, Staged
+from eplb_service.ids import ChunkId, GenerationNumber, LayerRef, RankId, chunk_id
 from tests.integration.hook_fleet import (
     LAYERS,
     NUM_LOGICAL,
@@ -217,6 +217,27 @@ class FormingFleet(Fleet):
     def flipped(self, rows: Mapping[LayerRef, Sequence[int]]) -> None:
         """What must be live by the next forming."""
         self.rows.update({layer: tuple(row) for layer, row in rows.items()})
+
+    def has_committed(self) -> bool:
+        """Whether every rank knows that the vote for the last chunk passed."""
+        return len(self.agent.answers(Committed, chunk_id(self.epoch, self.sequence))) == self.num_ranks
+
+    def settle(self, voted: Mapping[LayerRef, Sequence[int]], before: Sequence[RankId]) -> bool:
+        """After a forming in which a chunk's vote may have been seen to pass, or not: whether it was flipped.
+
+        voted: its rows, by columns of the ranks of `before`.
+        """
+        _, rows, _ = self.ask(0, "check")
+        flipped = {
+            layer: tuple(
+                row[before.index(rank) * SLOTS + slot] if rank in before else -1 for rank in self.ranks for slot in range(SLOTS)
+            )
+            for layer, row in voted.items()
+        }
+        if all(tuple(rows[layer]) == row for layer, row in flipped.items()):
+            self.rows.update(flipped)
+            return True
+        return False
 
     def unreachable(self) -> int:
         """Experts that no rank holds, by the driver's own map."""

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import random
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -258,6 +260,50 @@ def test_calls_that_make_no_sense_say_so_and_change_nothing(context: Context, fo
     fleet.roll_out(fleet.turned())
     said = fleet.form_with_loader(10, 20, 30)
     assert all("rank 20 starts with experts that it loaded" in word for word in said.values()), said
+    fleet.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_is_lost_and_joins_in_whatever_phase_all_ranks_route_alike_and_hold_what_their_tables_say(
+    context: Context, folder: str, seed: int
+) -> None:
+    chance = random.Random(seed)
+    fleet = FormingFleet(
+        context, folder, num_ranks=4, setup={"forms_again": True, "restores": True}, config={"vote_timeout_s": 1.0}
+    )
+    phases, newest = Counter[str](), 40
+    for _ in range(16):
+        fleet.step(chance.randrange(1, 4))
+        before, rows = fleet.ranks, fleet.turned(chance.choice(LAYERS))
+        phase = chance.choice(["idle", "staging", "armed", "cast", "passed", "flipped by one"])
+        phases[phase] += 1
+        if phase == "staging":
+            fleet.stage(rows)
+        elif phase != "idle":
+            fleet.armed(rows)
+            if phase != "armed":
+                fleet.step(1 + (fleet.boundary + 1) % 2)
+            if phase in ("passed", "flipped by one"):
+                fleet.agent.until(fleet.has_committed, "a passed vote on every rank")
+        if phase == "flipped by one":
+            fleet.step()
+            assert fleet.ask(chance.randrange(fleet.num_ranks), "step", 1, False) == ""  # a command
+        losing = chance.sample(fleet.ranks, chance.randrange(min(3, fleet.num_ranks - 1)))
+        fleet.lose(*losing)
+        left = [rank for rank in before if rank not in losing]
+        joining = [newest + 10 * (1 + number) for number in range(chance.randrange(max(0, 3 - len(left)), 6 - len(left)))]
+        newest += 10 * len(joining)
+        members = chance.sample([*left, *joining], len(left) + len(joining))
+        fleet.serves(*members, joining=joining)
+        if phase in ("cast", "passed", "flipped by one"):  # whether a vote that was cast has passed, ranks may not have learnt
+            assert fleet.settle(rows, before) or phase == "cast"
+        fleet.check()
+        assert fleet.ask(0, "status").unreachable == fleet.unreachable()
+        if fleet.unreachable():
+            fleet.roll_out(fleet.covered())
+            fleet.check()
+    assert len(phases) > 3
     fleet.close()
 
 
