@@ -209,7 +209,7 @@ def test_a_rank_that_is_lost_while_the_group_forms_is_named_and_the_others_form_
 
 @pytest.mark.long
 def test_a_rank_that_does_not_come_is_named_and_nobody_steps_until_a_group_forms(context: Context, folder: str) -> None:
-    fleet = FormingFleet(context, folder, num_ranks=4, config={"rendezvous_timeout_s": 2.0})
+    fleet = FormingFleet(context, folder, num_ranks=4, config={"rendezvous_timeout_s": 8.0})
     fleet.step(1)
     said = fleet.form(10, 20, 30, 40, absent=(30,))
     assert all("rank 30 did not come" in word and word.startswith("EnvironmentFault") for word in said.values()), said
