@@ -37,6 +37,7 @@ class FormingFleet(Fleet):
     setup: Mapping[str, Any] = field(default_factory=lambda: {"forms_again": True})
 
     def __post_init__(self) -> None:
+        self.config = {"rendezvous_timeout_s": 30.0, **self.config}  # processes that start on busy cores take seconds
         super().__post_init__()
         self.group_id = 77
         self.lives = dict.fromkeys(self.ranks, 0)

@@ -184,7 +184,9 @@ def test_a_rank_that_is_lost_while_the_group_forms_is_named_and_the_others_form_
     context: Context, folder: str, point: str
 ) -> None:
     """Those that flipped in the first try say so in the second, whoever hosts it."""
-    fleet = FormingFleet(context, folder, num_ranks=4, failpoints={3: f"{point}=exit:{folder}/died"})
+    fleet = FormingFleet(
+        context, folder, num_ranks=4, failpoints={3: f"{point}=exit:{folder}/died"}, config={"rendezvous_timeout_s": 8.0}
+    )
     rows = fleet.turned()
     fleet.step(1)
     chunk = fleet.armed(rows)
@@ -269,9 +271,7 @@ def test_whatever_is_lost_and_joins_in_whatever_phase_all_ranks_route_alike_and_
     context: Context, folder: str, seed: int
 ) -> None:
     chance = random.Random(seed)
-    fleet = FormingFleet(
-        context, folder, num_ranks=4, setup={"forms_again": True, "restores": True}, config={"vote_timeout_s": 1.0}
-    )
+    fleet = FormingFleet(context, folder, num_ranks=4, setup={"forms_again": True, "restores": True})
     phases, newest = Counter[str](), 40
     for _ in range(16):
         fleet.step(chance.randrange(1, 4))
