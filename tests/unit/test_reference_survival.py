@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from agent.engine.port import OutcomeUnknownError, SlotTensor
 from agent.engine.reference import coordinator as co
-from agent.engine.reference.config import FleetConfig, Member
+from agent.engine.reference.config import FleetConfig, LayerShape, Member
 from agent.engine.reference.experts import carried_row, load_layer
 from agent.engine.reference.orders import End, Form, Halt, LauncherLink, Ready
 from agent.engine.reference.sources import LoadedModel, expert_sources
@@ -31,6 +31,7 @@ from examples.tiny_moe.weights import random_weights
 
 FOUR = tuple(map(RankId, (4, 5, 6, 7)))
 STEP_S, FORM_S = 10.0, 30.0
+SHAPE = LayerShape(num_experts=10, slots=7, table_width=20)
 
 
 def ids(*numbers: int) -> tuple[RankId, ...]:
@@ -279,8 +280,8 @@ def test_orders_of_groups_that_are_no_more_are_dropped() -> None:
     ours.send(End(reason="too few"))
     assert link.is_halted(4)
     assert link.next_form(after=4) == End(reason="too few")
-    link.report(Ready(num_experts=10, slots=5))
-    assert ours.recv() == Ready(num_experts=10, slots=5)
+    link.report(Ready(shape=SHAPE))
+    assert ours.recv() == Ready(shape=SHAPE)
 
 
 def config(**options: object) -> FleetConfig:
@@ -302,11 +303,11 @@ def config(**options: object) -> FleetConfig:
 def test_nodes_and_sockets_follow_the_ranks_of_another_group() -> None:
     fleet = config()
     members = [fleet.member(3), fleet.member(1), Member(rank_id=RankId(9), node="c", hook_socket="/c")]
-    other = fleet.regrouped(members, slots_per_rank=7, engine_port=11, hook_port=12)
+    other = fleet.regrouped(members, shape=SHAPE, engine_port=11, hook_port=12)
     assert (other.rank_ids, other.nodes, other.hook_sockets) == (ids(7, 5, 9), ("b", "a", "c"), ("/b", "/a", "/c"))
-    assert (other.slots_per_rank, other.engine_port, other.hook_port) == (7, 11, 12)
+    assert (other.slots_per_rank, other.table_width(10), other.engine_port, other.hook_port) == (7, 20, 11, 12)
     assert other.rank_environments == {}
-    assert config(hook_sockets=()).regrouped(members, slots_per_rank=7, engine_port=11, hook_port=12).hook_sockets == ()
+    assert config(hook_sockets=()).regrouped(members, shape=SHAPE, engine_port=11, hook_port=12).hook_sockets == ()
 
 
 # ── what is carried over ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,6 +26,15 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What stays of a layer on every rank when the group changes: E, S, and the width of its replica tables."""
+
+    num_experts: int
+    slots: int
+    table_width: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
     """One expert-parallel group, the same on all its ranks.
 
@@ -36,6 +45,7 @@ class FleetConfig:
         rank_ids: Stable ids in column order of placements; [0, 1, 2, 3] or [4, 5, 6, 7], …
         nodes: Name of each rank's node.
         slots_per_rank: S in every MoE layer; 0 = the fewest that hold all experts, and one more.
+        replica_table_width: Most replicas of an expert; 0 = as many as any map can have. Stays when the group changes.
         run_directory: Short path; holds each rank's request socket and, after a failure, its reason.
         rendezvous_host, engine_port, hook_port: Where the first rank listens for the engine's process group, and may
             listen for the hook's own groups.
@@ -68,6 +78,7 @@ class FleetConfig:
     hook_port: int
     model_name: str = "target"
     slots_per_rank: int = 0
+    replica_table_width: int = 0
     dispatch: Dispatch = Dispatch.EVEN
     rendezvous_host: str = "127.0.0.1"
     hook_sockets: tuple[str, ...] = ()
@@ -111,22 +122,24 @@ class FleetConfig:
         for name in ("vote_period", "window_steps", "batch_max", "queue_max", "prefill_tokens_max"):
             if getattr(self, name) < 1:
                 raise InvalidInputError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.slots_per_rank < 0:
-            raise InvalidInputError(f"slots_per_rank is {self.slots_per_rank}; give at least 1, or 0 for the default")
+        for name in ("slots_per_rank", "replica_table_width"):
+            if getattr(self, name) < 0:
+                raise InvalidInputError(f"{name} is {getattr(self, name)}; give at least 1, or 0 for the default")
 
     @property
     def num_ranks(self) -> int:
         """R."""
         return len(self.rank_ids)
 
-    def regrouped(self, members: Sequence[Member], *, slots_per_rank: int, engine_port: int, hook_port: int) -> FleetConfig:
-        """The same fleet with other ranks, of as many slots each. Variables of processes are not kept: they were set."""
+    def regrouped(self, members: Sequence[Member], *, shape: LayerShape, engine_port: int, hook_port: int) -> FleetConfig:
+        """The same fleet with other ranks, of the same shape each. Variables of processes are not kept: they were set."""
         return replace(
             self,
             rank_ids=tuple(member.rank_id for member in members),
             nodes=tuple(member.node for member in members),
             hook_sockets=tuple(member.hook_socket for member in members) if self.hook_sockets else (),
-            slots_per_rank=slots_per_rank,
+            slots_per_rank=shape.slots,
+            replica_table_width=shape.table_width,
             engine_port=engine_port,
             hook_port=hook_port,
             rank_environments={},
@@ -147,6 +160,12 @@ class FleetConfig:
                 f" {fewest_slots(num_experts, self.num_ranks)}"
             )
         return slots
+
+    def table_width(self, num_experts: int) -> int:
+        """Most replicas that a layer's tables have room for. Raises InvalidInputError as `slots`."""
+        num_physical = self.slots(num_experts) * self.num_ranks
+        widest = num_physical if self.survives else num_physical - num_experts + 1  # a map may lack experts, or cover all
+        return self.replica_table_width or widest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self
 
 from agent.engine.reference.client import RankClient
-from agent.engine.reference.config import FleetConfig, Member, RankConfig
+from agent.engine.reference.config import FleetConfig, LayerShape, Member, RankConfig
 from agent.engine.reference.coordinator import check_newcomers
 from agent.engine.reference.orders import Ready
 from agent.engine.reference.port import ExitCode
@@ -130,7 +130,7 @@ class Fleet:
         """Wait until every rank has said that it is ready. Raises as `launch_ranks`."""
         deadline = time.monotonic() + self._launched.start_timeout_s
         waiting = {id(rank.connection): rank for rank in self._ranks}
-        ready_of_all: Ready | None = None
+        shape: LayerShape | None = None
         while waiting:
             ready = wait([rank.connection for rank in waiting.values()], max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -143,13 +143,13 @@ class Fleet:
                 except (EOFError, ConnectionError):
                     raise EnvironmentFault(self._why_ended(rank)) from None
                 if isinstance(said, Ready):
-                    ready_of_all, rank.last = said, "ready"
+                    shape, rank.last = said.shape, "ready"
                     del waiting[id(connection)]
                 else:
                     rank.last = said
-        if self._launched.survives and ready_of_all is not None:
+        if self._launched.survives and shape is not None:
             ranks = {rank.member.rank_id: rank for rank in self._ranks}
-            self._watch = FleetWatch(self._launched, ranks, ready=ready_of_all, free_port=free_port)
+            self._watch = FleetWatch(self._launched, ranks, shape=shape, free_port=free_port)
 
     def join(self, newcomers: Sequence[Member], *, timeout_s: float) -> None:
         """Start ranks that join the group, with empty slots, and wait until they are in it.
@@ -160,23 +160,9 @@ class Fleet:
             EnvironmentFault: a new rank ended first, with its reason; or the fleet did.
             DeadlineError: the time is over.
         """
-        if self._watch is None:
-            raise UnsupportedError("ranks cannot join this fleet: start it with FleetConfig.survives")
-        watch, present = self._watch, self._watch.config
-        check_newcomers(present.rank_ids, [newcomer.rank_id for newcomer in newcomers])
-        members = [present.member(position) for position in range(present.num_ranks)]
-        fleet = present.regrouped(
-            [*members, *newcomers],
-            slots_per_rank=watch.slots_per_rank,
-            engine_port=present.engine_port,
-            hook_port=present.hook_port,
-        )
-        started = []
-        for position in range(present.num_ranks, fleet.num_ranks):
-            rank = start_rank_process(RankConfig(fleet=fleet, position=position, joins=True), self._ranks)
-            watch.add(rank)
-            started.append(rank)
+        started = self.begin_join(newcomers)
         ids = {newcomer.rank_id for newcomer in newcomers}
+        watch = self._watching
 
         def are_in(group: FleetConfig) -> bool:
             for rank in started:
@@ -186,12 +172,31 @@ class Fleet:
 
         watch.wait_for(are_in, f"ranks {sorted(ids)} to join", timeout_s=timeout_s)
 
+    def begin_join(self, newcomers: Sequence[Member]) -> list[Watched]:
+        """Start ranks that join the group as soon as they have loaded.
+
+        Raises InvalidInputError when an id is taken, UnsupportedError when the fleet does not survive changes of its group.
+        """
+        watch, present = self._watching, self._watching.config
+        check_newcomers(present.rank_ids, [newcomer.rank_id for newcomer in newcomers])
+        members = [present.member(position) for position in range(present.num_ranks)]
+        fleet = present.regrouped(
+            [*members, *newcomers],
+            shape=watch.shape,
+            engine_port=present.engine_port,
+            hook_port=present.hook_port,
+        )
+        started = []
+        for position in range(present.num_ranks, fleet.num_ranks):
+            rank = start_rank_process(RankConfig(fleet=fleet, position=position, joins=True), self._ranks)
+            watch.add(rank)
+            started.append(rank)
+        return started
+
     def wait_for_ranks(self, rank_ids: Sequence[RankId], *, timeout_s: float) -> None:
         """Wait until the group that serves has exactly these ranks, in this order. Raises as `join`."""
-        if self._watch is None:
-            raise UnsupportedError("the ranks of this fleet do not change: start it with FleetConfig.survives")
         wanted = tuple(rank_ids)
-        self._watch.wait_for(lambda group: group.rank_ids == wanted, f"a group of ranks {list(wanted)}", timeout_s=timeout_s)
+        self._watching.wait_for(lambda group: group.rank_ids == wanted, f"a group of ranks {list(wanted)}", timeout_s=timeout_s)
 
     def client(self, position: int) -> RankClient:
         """A new connection to the rank at a position of the present group. Raises EnvironmentFault when it is gone."""
@@ -252,6 +257,12 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    @property
+    def _watching(self) -> FleetWatch:
+        if self._watch is None:
+            raise UnsupportedError("the ranks of this fleet do not change: start it with FleetConfig.survives")
+        return self._watch
 
     def _was_lost(self, rank: Watched) -> bool:
         """Whether it ended before a rank of the same id took its place, or the group went on without it."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from agent.engine.reference.config import FleetConfig
+from agent.engine.reference.config import FleetConfig, LayerShape
 
 # Names of what a starting rank reports to its launcher, in order.
 LOADED, JOINED = "model loaded", "group joined"
@@ -21,10 +21,9 @@ STOPPED = "stopped"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The rank serves; one that joins has loaded and waits. num_experts, slots: E and S of a layer."""
+    """The rank serves; one that joins has loaded and waits. shape: of its layers."""
 
-    num_experts: int
-    slots: int
+    shape: LayerShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

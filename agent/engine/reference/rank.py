@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from agent.engine.port import EngineDescription, EnginePort
-from agent.engine.reference.config import FleetConfig, RankConfig
+from agent.engine.reference.config import LayerShape, RankConfig
 from agent.engine.reference.engine import NoHook, ReferenceEngine, StepHook
 from agent.engine.reference.exchange import ExpertExchange
 from agent.engine.reference.experts import LayerExperts, carried_row, check_row_independence, linear_row, load_layer
@@ -127,8 +127,10 @@ class Rank:
             EplbError: the ranks disagree, or some did not come in time.
             torch.distributed.DistError: the group could not be formed.
         """
-        config, slots = self._config, self._layers[0].num_slots
-        ready = Ready(num_experts=self._model.config.num_experts, slots=slots)
+        config, num_experts = self._config, self._model.config.num_experts
+        width = config.fleet.table_width(num_experts)
+        shape = LayerShape(num_experts=num_experts, slots=config.fleet.slots(num_experts), table_width=width)
+        ready = Ready(shape=shape)
         if config.joins:
             self._link.report(ready)
             self._form_again()
@@ -213,7 +215,7 @@ class Rank:
         for layer in self._layers:
             row = layer.tables.physical_to_logical.cpu().numpy().astype(np.int32)
             carried = carried_row(row, self._rank_ids, fleet.rank_ids)
-            width = table_width(fleet, num_experts)
+            width = fleet.table_width(num_experts)
             layer.regroup(carried, position=group.position, nodes=fleet.nodes, table_width=width)
         self._rank_ids = fleet.rank_ids
         if joins:
@@ -299,18 +301,12 @@ def load_layers(model: ServedModel, config: RankConfig) -> list[LayerExperts]:
             row,
             position=config.position,
             slots=slots,
-            table_width=table_width(config.fleet, num_experts),
+            table_width=config.fleet.table_width(num_experts),
             dispatch=Dispatch(config.fleet.dispatch),
             nodes=config.fleet.nodes,
         )
         for layer_id in model.moe_layer_ids()
     ]
-
-
-def table_width(fleet: FleetConfig, num_experts: int) -> int:
-    """Most replicas of an expert in a map that covers all experts; in any map, where experts may be lost with their rank."""
-    num_physical = fleet.slots(num_experts) * fleet.num_ranks
-    return num_physical if fleet.survives else num_physical - num_experts + 1
 
 
 def make_hook(config: RankConfig, port: ReferencePort, model: ServedModel) -> StepHook:

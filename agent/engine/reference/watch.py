@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.process import BaseProcess
 
 from agent.engine.reference import coordinator as co
-from agent.engine.reference.config import FleetConfig, Member
+from agent.engine.reference.config import FleetConfig, LayerShape, Member
 from agent.engine.reference.orders import STOPPED, End, Form, Formed, Halt, Ready, Standing, ToRankProcess
 from eplb_service.errors import DeadlineError, EnvironmentFault
 from eplb_service.ids import RankId
@@ -34,25 +34,25 @@ class Watched:
 
 
 class FleetWatch:
-    """The thread, and what it knows. free_port: gives a port for each new group."""
+    """The thread, and what it knows. shape: of all ranks' layers. free_port: gives a port for each new group."""
 
     def __init__(
         self,
         config: FleetConfig,
         ranks: Mapping[RankId, Watched],
         *,
-        ready: Ready,
+        shape: LayerShape,
         free_port: Callable[[], int],
     ) -> None:
         self._free_port = free_port
-        self._ready = ready
+        self.shape = shape
         self._ranks = dict(ranks)  # those that have not ended
         self._changed = threading.Condition()
         self._config = config
         self._coordinator = co.Coordinator(
             members=config.rank_ids,
-            num_experts=ready.num_experts,
-            slots_per_rank=ready.slots,
+            num_experts=shape.num_experts,
+            slots_per_rank=shape.slots,
             gather_timeout_s=config.step_timeout_s,
             form_timeout_s=config.form_timeout_s,
         )
@@ -69,11 +69,6 @@ class FleetWatch:
         """Of the group that was last formed."""
         with self._changed:
             return self._config
-
-    @property
-    def slots_per_rank(self) -> int:
-        """S."""
-        return self._ready.slots
 
     @property
     def reason(self) -> str:
@@ -188,7 +183,7 @@ class FleetWatch:
                 members = [self._ranks[rank_id].member for rank_id in effect.rank_ids]
                 self._config = self._config.regrouped(
                     members,
-                    slots_per_rank=self._ready.slots,
+                    shape=self.shape,
                     engine_port=self._free_port(),
                     hook_port=self._free_port(),
                 )
