@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
@@ -20,8 +19,9 @@ from agent.hook.entry import Entry, come_in
 from agent.hook.flipper import FlipBrokenError, Flipper
 from agent.hook.forming import Forming, Place
 from agent.hook.link import Link
+from agent.hook.observer import Observer
+from agent.hook.off_reasons import CLOSE, FAILURE, FORM, START, SWITCH, VOTE, OffReasons
 from agent.hook.outbox import Outbox
-from agent.hook.recorder import Recorder
 from agent.hook.regroup import Agreement, ledger_after, uncovered
 from agent.hook.routing import FLIP_TIMEOUT_S, PreparedFlip
 from agent.hook.stager import Stager, Weights
@@ -46,7 +46,6 @@ from eplb_service.errors import (
     DeadlineError,
     EnvironmentFault,
     EplbError,
-    InvalidInputError,
 )
 from eplb_service.failpoints import reach
 from eplb_service.ids import ChunkId, GroupId, LayerRef, RankId
@@ -75,9 +74,7 @@ class Hook:
         self._boundary = -1
         self._cast_at = -1
         self._last_boundary_s = time.monotonic()
-        self._off: dict[str, str] = {}
-        self._switched_off = config.off
-        self._inert = config.off
+        self._off = OffReasons(config)
         self._standstill = Standstill(port)
         self._is_member = False
         self._formings = 0
@@ -92,22 +89,14 @@ class Hook:
         facts = self._facts
         self._streams = streams_for(facts.device, port.compute_stream())
         self._flipper = Flipper(facts, port, self._streams)
-        self._recorder: Recorder | None = Recorder(
-            [(layer, shape.num_logical) for layer, shape in facts.shape.layers.items()],
-            address=facts.description.address,
-            phase=facts.description.phase,
-            window_steps=config.window_steps,
-            sub_windows=config.sub_windows,
-            idle_after_s=config.idle_after_s,
-            device=facts.device,
-            streams=self._streams,
-            outbox=self._outbox,
-            clock=time.monotonic,
-        )
+        self._observer = Observer(facts, config, self._streams, self._outbox)
         self._machine = ChunkMachine(
-            facts.description.address, facts.shape, facts.live, weights_version=self._weights_version, off_reason="not started"
+            facts.description.address,
+            facts.shape,
+            facts.live,
+            weights_version=self._weights_version,
+            off_reason=self._off.first,
         )
-        self._off["start"] = "not started"
         self._put_off: ev.Flip | None = None
         self._link_is_bound = False
         self._meeting: Meeting | None = None
@@ -147,7 +136,7 @@ class Hook:
                 self._stager, problem = None, str(error)
         self._start_voting(meeting.votes)
         self._is_member = True
-        self._set_off("start", problem)
+        self._set_off(START, problem)
         if problem:
             logger.warning("hook.observing: nothing is moved on this rank: %s", problem)
         self._link.start()
@@ -168,7 +157,7 @@ class Hook:
         if self._standstill.broken:
             raise EnvironmentFault(self._standstill.broken)
         facts = in_next_group(self._facts, self._port, self._config)
-        self._set_off("form", "the vote group forms again")
+        self._set_off(FORM, "the vote group forms again")
         try:
             self._leave_group()
             self._form_group(facts)
@@ -192,27 +181,32 @@ class Hook:
         except Exception as error:  # noqa: BLE001  # logged there; a step must not fail with the hook
             self._on_failure(error)
         self._standstill.check()
-        self._observe(num_real_tokens, warmup=warmup, capturing=capturing)
+        self._observer.boundary(
+            self._boundary,
+            num_real_tokens=num_real_tokens,
+            warmup=warmup,
+            capturing=capturing,
+            live_digest=self._flipper.routed_digest,
+            switched_off=self._off.switched_off,
+        )
+        if self._outbox.take_news():
+            self._link.wake()
 
     def record(self, layer: LayerRef, experts: torch.Tensor) -> None:
         """Count what the router chose. experts: logical ids of real tokens, shape (n, k), any integer type.
 
         Raises InvalidInputError for a layer that the engine did not register (sglang#25948: counts without a layer).
         """
-        if self._inert or self._recorder is None:
-            return
-        if layer not in self._facts.shape.layers:
-            raise InvalidInputError(f"record was called for layer {layer}, which the engine did not register as an MoE layer")
-        self._recorder.record(layer, experts)
+        self._observer.record(layer, experts)
 
     def warming_up(self) -> contextlib.AbstractContextManager[None]:
         """Nothing recorded inside the block counts, however it ends."""
-        return self._recorder.warming_up() if self._recorder is not None else contextlib.nullcontext()
+        return self._observer.warming_up()
 
     def close(self) -> None:
         """Cast 0, resolve what is cast, end the threads; every wait has a deadline."""
         timeout_s = self._config.close_timeout_s
-        self._set_off("close", "the engine is closing")
+        self._set_off(CLOSE, "the engine is closing")
         if self._voter is not None:
             self._voter.leave(timeout_s)
         if self._stager is not None:
@@ -236,7 +230,7 @@ class Hook:
                 windows_dropped=self._outbox.windows_dropped,
                 flips=self._flipper.flips,
                 refusals=dict(machine.refusals),
-                stray_ids=self._recorder.stray_ids if self._recorder is not None else 0,
+                stray_ids=self._observer.stray_ids,
                 reads_from=self._stager.reads_from if self._stager is not None else (),
                 staging_bytes=self._stager.num_bytes if self._stager is not None else 0,
                 pauses=self._pressure.pauses,
@@ -283,32 +277,10 @@ class Hook:
                 for_good=state is ev.ChunkState.FLIPPING,
             )
         else:
-            self._set_off("failure", reason)
+            self._set_off(FAILURE, reason)
         if self._voter is not None and self._boundary % self._config.vote_period == 0 and self._cast_at != self._boundary:
             self._cast_at = self._boundary
             self._voter.cast(self._boundary, ev.NO_CHUNK)
-
-    def _observe(self, num_real_tokens: int, *, warmup: bool, capturing: bool) -> None:
-        """Windows. What fails here ends recording, never the step."""
-        if self._recorder is None:
-            return
-        try:
-            if self._switched_off != self._inert and not capturing:
-                self._inert = self._switched_off
-                self._recorder.pause()
-            if not self._inert:
-                self._recorder.boundary(
-                    self._boundary,
-                    num_real_tokens=num_real_tokens,
-                    warmup=warmup,
-                    capturing=capturing,
-                    live_digest=self._flipper.routed_digest,
-                )
-                if self._outbox.take_news():
-                    self._link.wake()
-        except Exception:
-            logger.exception("recorder.failed: this rank reports no more windows")
-            self._recorder = None
 
     # ── events in, effects out ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -450,7 +422,7 @@ class Hook:
         if self._stager is not None:
             return self._stager
         if self._is_member or facts.problem:
-            return (self._is_member and self._off.get("start")) or facts.problem or "it observes only"
+            return (self._is_member and self._off.of(START)) or facts.problem or "it observes only"
         try:
             self._stager = self._make_stager(facts, store)
             with self._streams.on_compute_stream():
@@ -475,13 +447,14 @@ class Hook:
             before = self._machine
             if before.state is ev.ChunkState.UNRESOLVED:
                 self._dispatch(ev.GroupFormed(flips=False, boundary=agreement.reformed.boundary))
-            self._off |= {"start": meeting.problem, "vote": "", "form": ""}
+            for cause, reason in ((START, meeting.problem), (VOTE, ""), (FORM, "")):
+                self._off.note(cause, reason)
             ledger = ledger_after(
                 agreement,
                 address,
                 facts.live,
                 weights_version=self._weights_version,
-                off_reason=next((reason for reason in self._off.values() if reason), ""),
+                off_reason=self._off.first,
                 before=before.ledger if self._is_member else None,
             )
             self._machine = before.in_group(facts.shape, ledger)
@@ -492,8 +465,7 @@ class Hook:
             self._unreachable = uncovered(facts.live, facts.shape.layers)
             self._forming = None
             self._standstill.end()
-        if self._recorder is not None:
-            self._recorder.enter(address)
+        self._observer.enter(address)
         self._start_voting(meeting.votes)
         logger.info(
             "hook.formed: group %#x of ranks %s goes on at boundary %d, %d experts are unreachable",
@@ -528,7 +500,7 @@ class Hook:
             if self._machine.state in (ev.ChunkState.VOTING, ev.ChunkState.COMMITTED):
                 self._standstill.stop(str(error), for_good=True)
             else:
-                self._set_off("failure", first_line(error))
+                self._set_off(FAILURE, first_line(error))
 
     def _on_resolved(self, group: GroupId, chunk: ChunkId, outcome: ev.Outcome, detail: str) -> None:
         self._dispatch_from_thread(ev.VoteResolved(chunk, outcome, detail), voted_in=group)
@@ -537,7 +509,7 @@ class Hook:
         with self._lock:
             if self._voting_in == group:
                 logger.warning("hook.vote_off: %s", reason)
-                self._set_off("vote", reason)
+                self._set_off(VOTE, reason)
 
     def _on_staging_end(self, end: ev.StagingDone | ev.StagingFailed, prepared: PreparedFlip | None) -> None:
         with self._lock:
@@ -621,21 +593,13 @@ class Hook:
             )
 
     def _check_switch(self) -> None:
-        """The local off switch: needs no planner, no network and no restart."""
-        file = self._config.off_file
-        off = self._config.off or (file is not None and Path(file).exists())
-        self._switched_off = off
-        where = "EPLB_OFF" if self._config.off else str(file)
-        self._set_off("switch", f"switched off on this machine ({where})" if off else "")
+        self._set_off(SWITCH, self._off.look_at_switch())
 
-    def _set_off(self, key: str, reason: str) -> None:
-        """Keep one reason for each cause; the first that stands is told."""
+    def _set_off(self, cause: str, reason: str) -> None:
+        """Why this rank takes part in no rollout; empty = not for that cause any more."""
         with self._lock:
-            if self._off.get(key, "") == reason:
+            if not self._off.note(cause, reason) or self._off.first == self._machine.off_reason:
                 return
-            self._off[key] = reason
-            first = next((standing for standing in self._off.values() if standing), "")
-            if first == self._machine.off_reason:
-                return
+            first = self._off.first
             self._dispatch(ev.VotingOff(first) if first else ev.VotingOn())
             self._pulse_due_s = 0.0

@@ -279,7 +279,7 @@ def test_a_failure_inside_the_hook_never_reaches_the_step_and_still_casts_zero(m
 def test_a_recorder_that_fails_ends_recording_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = single()
     hook.start()
-    recorder = hook._recorder
+    recorder = hook._observer.recorder
     assert recorder is not None
     monkeypatch.setattr(recorder, "boundary", lambda *_a, **_k: 1 // 0)
     hook.begin_step(num_real_tokens=1)
