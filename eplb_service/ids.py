@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
@@ -59,3 +60,15 @@ class LayerRef:
 
     def __str__(self) -> str:
         return f"{self.model}/{self.layer_id}"
+
+
+def ids_text(ids: Sequence[int]) -> str:
+    """Ids for people, runs as ranges: (0, 1, 2, 60) -> '0-2, 60'."""
+    runs: list[list[int]] = []
+    for value in ids:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"… ({len(ids)} in all)"])

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import LayerRef, RankId
+from eplb_service.ids import LayerRef, RankId, ids_text
 from eplb_service.replica_shares import Float32Array, checked_shares, even_shares, type_of_shares
 
 type_of_map = np.dtype("<i4")
@@ -179,7 +179,7 @@ class Table:
     def local_experts(self, layer_id: int, rank_id: int) -> Int32Array:
         """Experts in the slots of one rank, shape (S,), -1 = empty."""
         if rank_id not in self.rank_ids:
-            raise InvalidInputError(f"rank {rank_id} is not among the ranks {list(self.rank_ids)}")
+            raise InvalidInputError(f"rank {rank_id} is not among the ranks {ids_text(self.rank_ids)}")
         position = self.rank_ids.index(RankId(rank_id))
         held: Int32Array = self.row(layer_id).reshape(self.num_ranks, self.slots_per_rank)[position]
         return held

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.ids import RankId
+from eplb_service.ids import RankId, ids_text
 
 
 class LinkKind(Enum):
@@ -63,7 +63,7 @@ class Topology:
             raise InvalidInputError(f"the NIC of rank {without} has no name; name the NIC of each rank, or of none")
         unknown = self.dead - set(self.rank_ids)
         if unknown:
-            raise InvalidInputError(f"dead ranks {sorted(unknown)} are not among the ranks {list(self.rank_ids)}")
+            raise InvalidInputError(f"dead ranks {sorted(unknown)} are not among the ranks {ids_text(self.rank_ids)}")
 
     @classmethod
     def regular(cls, *, num_ranks: int, num_nodes: int = 1) -> Topology:
@@ -146,7 +146,7 @@ class Topology:
         try:
             return self.rank_ids.index(RankId(rank_id))
         except ValueError:
-            raise InvalidInputError(f"rank {rank_id} is not among the ranks {list(self.rank_ids)}") from None
+            raise InvalidInputError(f"rank {rank_id} is not among the ranks {ids_text(self.rank_ids)}") from None
 
     def node_of(self, rank_id: int) -> str:
         """Node name of a rank id."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from eplb_service.cli import values
-from eplb_service.formats.files import ids_text
+from eplb_service.ids import ids_text
 
 if TYPE_CHECKING:
     from eplb_service.formats.placement_rows import PlacementFile

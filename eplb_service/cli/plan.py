@@ -285,6 +285,10 @@ def plan(load: Path | None, output: str, **options: Any) -> None:
             raise click.UsageError(f"{flags}: for a plan from a file; give --load FILE too")
         _dry_run(output, **options)
         return
+    live = [name for name in options if sources[name] is ParameterSource.COMMANDLINE and name in DRY_RUN - {"policy", "output"}]
+    if live:
+        flags = ", ".join(flag(name) for name in live)
+        raise click.UsageError(f"{flags}: for a dry run on a planner; give it without --load")
     _offline(load, output, checked_together(options, from_file=from_file))
 
 

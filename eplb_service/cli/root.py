@@ -146,6 +146,8 @@ def _sentence(error: click.ClickException) -> str:
         asked = message.split("'")[1]
         near = difflib.get_close_matches(asked, [*COMMANDS, *PLUGGED], 1)
         message += f", did you mean {near[0]}?" if near else ""
+    if message.startswith("Got unexpected extra argument"):
+        message += ": a pattern of files is quoted ('dumps/*.pt'), so that the shell leaves it as it is"
     context = getattr(error, "ctx", None)
     where = f"; see `{context.command_path} --help`" if isinstance(context, click.Context) else ""
     return (

@@ -53,8 +53,10 @@ def read_text(path: Path) -> str:
                 f"{path} has {size:,} bytes; text files are read up to {JSON_BYTES_MAX:,}: save the numbers as .npz instead"
             )
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise InvalidInputError(f"cannot read {path}: {why(error)}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is no text: byte {error.start} is not UTF-8") from error
     if not text.strip():
         raise InvalidInputError(f"{path} is empty")
     return text
@@ -109,16 +111,20 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[np.generic]]:
 
 
 def names_in_zip(path: Path) -> list[str]:
-    """Names of the members of a zip archive; none where it cannot be read as one."""
+    """Names of the members of a file that starts as a zip archive (.npz, .pt). Raises InvalidInputError when it is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
-    except Exception:  # noqa: BLE001  (a damaged archive: zipfile raises what it likes; whoever reads it says what is wrong)
-        return []
+    except Exception as error:  # zipfile raises what it likes
+        raise InvalidInputError(
+            f"cannot read {path}: it starts like an archive of numpy or torch, but the list of contents that ends one is not"
+            f" in its {path.stat().st_size:,} bytes: was it cut short? copy it again"
+        ) from error
 
 
 def _check_members(path: Path) -> None:
     """Every array of an `.npz`, by its header. A zip's own sizes bound what is ever unpacked of it."""
+    names_in_zip(path)
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if not member.filename.endswith(".npy"):
@@ -176,7 +182,10 @@ def as_numbers(content: object, where: str) -> npt.NDArray[np.generic]:
     except (ValueError, OverflowError) as error:
         raise InvalidInputError(f"{where}: rows differ in length, or are no numbers ({str(error)[:80]})") from error
     if array.dtype.kind not in "iuf":
-        raise InvalidInputError(f"{where}: expected numbers; got values of type {array.dtype}")
+        flat = array.reshape(-1).tolist()
+        wrong = [value for value in flat if not isinstance(value, (int, float)) or isinstance(value, bool)]
+        got = short_text(wrong[0]) if wrong else f"{max(flat, key=abs)}, which is beyond 64 bits"
+        raise InvalidInputError(f"{where}: expected numbers; got {got}")
     return array
 
 
@@ -189,15 +198,3 @@ def short_text(value: object) -> str:
     """A value of a file, as it is shown in a sentence: on one line, and not longer than one."""
     text = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:50]}… ({len(value) if isinstance(value, (list, str, dict)) else 1} values)"
-
-
-def ids_text(ids: tuple[int, ...] | list[int]) -> str:
-    """Ids for people, runs as ranges: (0, 1, 2, 60) -> '0-2, 60'."""
-    runs: list[list[int]] = []
-    for value in ids:
-        if runs and value == runs[-1][1] + 1:
-            runs[-1][1] = value
-        else:
-            runs.append([value, value])
-    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:7], f"… ({len(ids)} in all)"])

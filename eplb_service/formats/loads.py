@@ -60,7 +60,7 @@ def read_token_choices(path: Path) -> TokenChoices:
     torch_files = [file for file in files if is_torch_file(file)]
     if not torch_files:
         raise InvalidInputError(f"{path} holds no token choices: looked for SGLang's dumps of mode per_token (.pt)")
-    return sglang_dump.token_choices(_torch_readers(torch_files))
+    return sglang_dump.token_choices(_torch_readers(torch_files), str(path))
 
 
 def files_at(path: Path) -> list[Path]:
@@ -103,6 +103,8 @@ def _format_of(path: Path, files: list[Path]) -> str:
 
 def _kind(file: Path) -> str | None:
     """The format of one file by its first bytes; None = none of them."""
+    if trtllm_statistics.RANK_FILE.fullmatch(file.name):
+        return "trtllm"
     if file.stat().st_size == 0:
         return None
     head = read_head(file, HEAD_BYTES)
@@ -136,7 +138,7 @@ def _sglang(path: Path, files: list[Path]) -> LoadRecording:
         raise InvalidInputError(f"{path} is no dump of SGLang's recorder: no file of torch.save, no logical_count in JSON")
     first = read_torch(dumps[0])
     if sglang_dump.is_detail(first):
-        return sglang_dump.detail_recording(_torch_readers(dumps))
+        return sglang_dump.detail_recording(_torch_readers(dumps), str(path))
     if isinstance(first, dict) and sglang_dump.is_stat(first):
         if len(dumps) > 1:
             raise InvalidInputError(
@@ -146,7 +148,7 @@ def _sglang(path: Path, files: list[Path]) -> LoadRecording:
         return sglang_dump.stat_recording(first, str(dumps[0]))
     if isinstance(first, dict) and "physical_to_logical_map" in first:
         raise InvalidInputError(f"{dumps[0]} is a placement, not a load: give it as --current sglang:{dumps[0]}")
-    keys = sorted(map(str, first))[:8] if isinstance(first, dict) else type(first).__name__
+    keys = sorted(map(str, first))[:8] if isinstance(first, dict) else f"one {type(first).__name__}"
     raise InvalidInputError(f"{dumps[0]} is no dump of SGLang's recorder: it holds {keys}, not logical_count or records")
 
 

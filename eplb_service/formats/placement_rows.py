@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.formats.files import VALUES_MAX, ids_text, short_text
-from eplb_service.ids import RankId
+from eplb_service.formats.files import VALUES_MAX, short_text
+from eplb_service.ids import RankId, ids_text
 from eplb_service.placement import EMPTY_SLOT, Table
 
 Int64Array = npt.NDArray[np.int64]

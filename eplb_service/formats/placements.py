@@ -122,9 +122,17 @@ def placement_bytes(
 
 
 def format_to_write(target: PlacementPath) -> str:
-    """The format that a file is written in. Raises InvalidInputError when its name says YAML and no format was given."""
+    """The format that a file is written in.
+
+    Raises InvalidInputError when its name says YAML and no format was given, and for a name that SGLang would not open.
+    """
     if target.format is None and target.path.suffix.lower() in (".yaml", ".yml"):
         raise InvalidInputError(f"{target} is to be YAML, but the default format is eplb's JSON; say trtllm:{target}")
+    if target.format == "sglang" and not target.path.name.endswith(sglang_map.SUFFIX):
+        raise InvalidInputError(
+            f"{target}: SGLang opens a JSON file only where its name ends in {sglang_map.SUFFIX} (another name it takes for the"
+            f" JSON itself); say sglang:{target.path.with_suffix(sglang_map.SUFFIX)}"
+        )
     return target.format or "eplb"
 
 
@@ -157,7 +165,10 @@ def _rows(source: PlacementPath) -> tuple[PlacementRows, str]:
         if not isinstance(tree, dict) or not sglang_map.is_map(tree):
             raise InvalidInputError(f"{path} is no placement of SGLang: looked for {sglang_map.KEY} in it")
         return sglang_map.parse_map(tree, where), "sglang"
-    text = read_text(path)
+    try:
+        text = read_text(path)
+    except InvalidInputError as error:
+        raise error if source.format else InvalidInputError(f"{error}; {LOOKED_FOR}") from error
     found = source.format or _format_of(text, where)
     return _parse(text, found, where), found
 

@@ -20,6 +20,9 @@ from eplb_service.formats.recording import LoadRecording, checked_loads, recordi
 LOAD_NAMES = ("loads", "counts", "logical_count", "load")
 """Array names looked for in an `.npz` of several arrays, in this order."""
 
+PLACEMENT_KEYS = {"physical_to_logical", "physical_to_logical_map", "layer_list"}
+"""Keys of placement files, which are given for loads by mistake."""
+
 OWN_FORMAT = "eplb-load/1"
 OWN_SOURCE = "recording of eplb"
 
@@ -99,6 +102,8 @@ def json_recording(content: object, where: str) -> LoadRecording:
             content = content["loads"]
         elif "load_history" in content:
             content, source = _history(content["load_history"], where), "JSON load_history"
+        elif PLACEMENT_KEYS & set(content):
+            raise InvalidInputError(f"{where} is a placement, not a load: give it as --current {where}")
         else:
             raise InvalidInputError(
                 f"{where} has keys {sorted(content)[:8]}; expected loads, load_history, or a plain nested list"

@@ -14,8 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.formats.files import check_size, ids_text
+from eplb_service.formats.files import check_size
 from eplb_service.formats.recording import Float64Array
+from eplb_service.ids import ids_text
+
+RANKS_MAX = 65_536
+"""Most ranks of a recording: more than any fleet, and few enough to name those that are missing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,18 +54,21 @@ class MergedCounts:
     notes: tuple[str, ...]
 
 
-def merged_counts(files: Sequence[Callable[[], RankCounts]], *, what: str) -> MergedCounts:
-    """Counts of all ranks for the passes that all of them recorded. what: `pass` or `iteration`, for the sentences.
+def merged_counts(files: Sequence[Callable[[], RankCounts]], *, what: str, where: str) -> MergedCounts:
+    """Counts of all ranks for the passes that all of them recorded. what: `pass` or `iteration`; where: the folder, pattern or
+    file that they are of; both for the sentences.
 
     Each file is read twice, so that only one is in memory at a time. Raises InvalidInputError when a rank is missing or has a
     pass twice, files differ in layers or experts, or no pass is in all of them.
     """
     digests, shape = _digests(files, what)
     ranks = tuple(sorted(digests))
-    _check_ranks(ranks)
+    _check_ranks(ranks, where)
     common = set.intersection(*(set(mine) for mine in digests.values())) if digests else set()
     if not common:
-        raise InvalidInputError(f"no {what} was recorded by all of the {len(ranks)} ranks: are these files of one recording?")
+        raise InvalidInputError(
+            f"{where}: no {what} was recorded by all of the {len(ranks)} ranks: are these files of one recording?"
+        )
     pass_ids = tuple(sorted(common))
     check_size((len(pass_ids), *shape), f"the recording of {len(ranks)} ranks")
     same: dict[tuple[bytes, ...], list[int]] = {}
@@ -101,18 +108,28 @@ def _digests(files: Sequence[Callable[[], RankCounts]], what: str) -> tuple[dict
                     f" {first_file} has {shape[0]} x {shape[1]}: these are not ranks of one model"
                 )
             if pass_id in mine:
-                raise InvalidInputError(f"{found.where}: {what} {pass_id} of rank {found.rank} is there twice")
+                raise InvalidInputError(
+                    f"{found.where}: {what} {pass_id} of rank {found.rank} is there twice, once in another file: give the files"
+                    " of one recording, by a pattern such as 'dumps/*_1757*.pt'"
+                )
             mine[pass_id] = found.digests[pass_id]
     return digests, shape
 
 
-def _check_ranks(ranks: tuple[int, ...]) -> None:
-    missing = tuple(sorted(set(range(max(ranks, default=-1) + 1)) - set(ranks)))
+def _check_ranks(ranks: tuple[int, ...], where: str) -> None:
+    most = max(ranks, default=-1)
+    if most >= RANKS_MAX:
+        raise InvalidInputError(f"{where} has a file of rank {most:,}; ranks are read up to {RANKS_MAX - 1:,}")
+    missing = tuple(sorted(set(range(most + 1)) - set(ranks)))
     if missing:
         raise InvalidInputError(
-            f"there are files of rank {ids_text(ranks)} but none of rank {ids_text(missing)}, whose tokens would be missing:"
-            " give the folder with the files of all ranks"
+            f"{where} has files of {_ranks_text(ranks)} but none of {_ranks_text(missing)}, whose tokens would be missing: give"
+            " the folder with the files of all ranks"
         )
+
+
+def _ranks_text(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {ids_text(ranks)}"
 
 
 def _same_text(groups: Sequence[Sequence[int]], what: str) -> str:

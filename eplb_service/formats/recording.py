@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.formats.files import VALUES_MAX, check_size, ids_text
+from eplb_service.formats.files import VALUES_MAX, check_size
+from eplb_service.ids import ids_text
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -149,7 +150,7 @@ def checked_loads(array: npt.NDArray[np.generic], where: str) -> Float64Array:
         window, layer, expert = bad[0].tolist()
         raise InvalidInputError(
             f"{where}: window {window} layer row {layer} expert {expert} is {loads[window, layer, expert]}"
-            f" ({len(bad)} such values); loads must be finite and >= 0"
+            f" ({len(bad)} such value{'s' if len(bad) > 1 else ''}); loads must be finite and >= 0"
         )
     return loads
 
@@ -172,9 +173,8 @@ def checked_counts(array: object, where: str, axes: tuple[str, ...]) -> Float64A
         at = tuple(bad[0].tolist())
         named = " ".join(f"{axis} {index}" for axis, index in zip(axes, at, strict=True))
         overflow = " (an int32 that overflowed?)" if counts[at] < 0 else ""
-        raise InvalidInputError(
-            f"{where}: {named} is {array[at]}{overflow}, and {len(bad) - 1} more such values; counts are whole numbers >= 0"
-        )
+        more = f", and {len(bad) - 1:,} more such value{'s' if len(bad) > 2 else ''}" if len(bad) > 1 else ""
+        raise InvalidInputError(f"{where}: {named} is {array[at]}{overflow}{more}; counts are whole numbers >= 0, below 2^53")
     return counts
 
 

@@ -39,7 +39,7 @@ def is_stat(tree: object) -> bool:
 
 def is_detail(tree: object) -> bool:
     """Whether a tree is a dump of mode `per_pass` or `per_token`."""
-    return isinstance(tree, Mapping) and "records" in tree and MAP_KEY in tree
+    return isinstance(tree, Mapping) and ("records" in tree or MAP_KEY in tree)
 
 
 def stat_recording(tree: Mapping[str, object], where: str) -> LoadRecording:
@@ -54,16 +54,16 @@ def stat_recording(tree: Mapping[str, object], where: str) -> LoadRecording:
     )
 
 
-def detail_recording(files: Mapping[str, Callable[[], object]]) -> LoadRecording:
-    """Loads of the `per_pass` or `per_token` dumps of all ranks. files: by name, how to read each.
+def detail_recording(files: Mapping[str, Callable[[], object]], where: str) -> LoadRecording:
+    """Loads of the `per_pass` or `per_token` dumps of all ranks. files: by name, how to read each; where: what they are of.
 
     Raises InvalidInputError when the files do not belong together, or one of them cannot be what it should.
     """
     modes: set[str] = set()
 
-    def reader(where: str, read: Callable[[], object]) -> Callable[[], RankCounts]:
+    def reader(name: str, read: Callable[[], object]) -> Callable[[], RankCounts]:
         def counts() -> RankCounts:
-            dump = _dump(read(), where)
+            dump = _dump(read(), name)
             modes.update("per_token" if "topk_ids_of_layer" in record else "per_pass" for record in dump.records)
             if len(files) == 1:
                 _check_not_local(dump)
@@ -71,8 +71,7 @@ def detail_recording(files: Mapping[str, Callable[[], object]]) -> LoadRecording
 
         return counts
 
-    made = merged_counts([reader(where, read) for where, read in files.items()], what="pass")
-    where = next(iter(files)) if len(files) == 1 else f"the recording in {len(files)} files"
+    made = merged_counts([reader(name, read) for name, read in files.items()], what="pass", where=where)
     mode = " and ".join(sorted(modes))
     return engine_recording(
         made.counts,
@@ -92,34 +91,37 @@ class TokenChoices:
     layer_ids: tuple[int, ...]
 
 
-def token_choices(files: Mapping[str, Callable[[], object]]) -> TokenChoices:
+def token_choices(files: Mapping[str, Callable[[], object]], where: str) -> TokenChoices:
     """The choices of every token of `per_token` dumps, each token once: for which experts are used together.
 
     Padding and tokens without a full choice in every MoE layer are left out. Raises InvalidInputError for dumps of another
     mode.
     """
     leaders = merged_counts(
-        [lambda where=where, read=read: _rank_counts(_dump(read(), where)) for where, read in files.items()],  # type: ignore[misc]
+        [lambda name=name, read=read: _rank_counts(_dump(read(), name)) for name, read in files.items()],  # type: ignore[misc]
         what="pass",
+        where=where,
     ).leaders
     parts: list[npt.NDArray[np.int32]] = []
-    for where, read in files.items():
-        dump = _dump(read(), where)
+    for name, read in files.items():
+        dump = _dump(read(), name)
         if dump.rank not in leaders:
             continue
         for index, record in enumerate(dump.records):
             if "topk_ids_of_layer" not in record:
                 raise InvalidInputError(
-                    f"{where}, record {index} has no topk_ids_of_layer: record in mode per_token for choices"
+                    f"{name}, record {index} has no topk_ids_of_layer: record in mode per_token for choices"
                 )
-            parts.append(_logical_choices(record["topk_ids_of_layer"], dump, f"{where}, record {index}, topk_ids_of_layer"))
+            parts.append(_logical_choices(record["topk_ids_of_layer"], dump, f"{name}, record {index}, topk_ids_of_layer"))
     chosen = np.concatenate(parts, axis=0) if parts else np.zeros((0, 0, 0), np.int32)
     has_experts = (chosen >= 0).any(axis=(0, 2))
     used = (chosen >= 0).any(axis=(0, 1))
     kept = chosen[:, has_experts][:, :, used]
     whole = kept[(kept >= 0).all(axis=(1, 2))]
     if not whole.size:
-        raise InvalidInputError(f"no token of {len(files)} file(s) has a choice in every MoE layer: nothing was recorded")
+        raise InvalidInputError(
+            f"{where}: no token has a choice in every MoE layer: start the engine's recording, serve requests, then dump it"
+        )
     return TokenChoices(experts=whole, layer_ids=tuple(int(layer) for layer in np.flatnonzero(has_experts)))
 
 
@@ -135,8 +137,9 @@ class _Dump:
 
 
 def _dump(tree: object, where: str) -> _Dump:
-    if not isinstance(tree, Mapping) or not is_detail(tree):
-        raise InvalidInputError(f"{where} has no records and {MAP_KEY}; {ADVICE}")
+    lacking = [key for key in ("records", MAP_KEY) if not isinstance(tree, Mapping) or key not in tree]
+    if not isinstance(tree, Mapping) or lacking:
+        raise InvalidInputError(f"{where} has no {' and no '.join(lacking)}; {ADVICE}")
     records = tree["records"]
     if not isinstance(records, list) or not all(isinstance(record, Mapping) for record in records):
         raise InvalidInputError(f"{where}: records must be a list of records; got {type(records).__name__}")

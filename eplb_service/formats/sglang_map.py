@@ -18,6 +18,8 @@ from eplb_service.placement import Table
 
 KEY = "physical_to_logical_map"
 ENGINE = "SGLang"
+SUFFIX = ".json"
+"""How a name must end that is given to --init-expert-location: `.pt` is read with torch, any other text is taken for JSON."""
 
 
 def is_map(content: object) -> bool:

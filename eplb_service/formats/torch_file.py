@@ -7,6 +7,7 @@ The one place in the service that imports torch, when such a file is read.
 from __future__ import annotations
 
 import math
+import warnings
 import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +26,10 @@ DEPTH_MAX = 20
 
 
 def is_torch_file(path: Path) -> bool:
-    """Whether a file is what `torch.save` writes: a zip archive with `data.pkl`, or (before 1.6) a bare pickle."""
+    """Whether a file is what `torch.save` writes: a zip archive with `data.pkl`, or (before 1.6) a bare pickle.
+
+    Raises InvalidInputError for an archive that is cut short.
+    """
     head = read_head(path, 2)
     if head.startswith(LEGACY_MAGIC):
         return True
@@ -49,7 +53,9 @@ def read_torch(path: Path) -> object:
     try:
         if is_zip:
             _check_archive(path)
-        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it warns of pickles that it then refuses
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except InvalidInputError:
         raise
     except OSError as error:

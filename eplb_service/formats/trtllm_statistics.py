@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.formats.files import ids_text, short_text
+from eplb_service.formats.files import short_text
 from eplb_service.formats.rank_counts import RankCounts, digest_of, merged_counts
 from eplb_service.formats.recording import Float64Array, LoadRecording, checked_counts, engine_recording
+from eplb_service.ids import ids_text
 
 Arrays = Mapping[str, npt.NDArray[np.generic]]
 
@@ -53,7 +54,7 @@ def statistics_recording(files: Mapping[str, tuple[int, Callable[[], Arrays]]], 
 
         return counts
 
-    made = merged_counts([reader(name, rank, read) for name, (rank, read) in files.items()], what="iteration")
+    made = merged_counts([reader(name, rank, read) for name, (rank, read) in files.items()], what="iteration", where=where)
     return engine_recording(
         made.counts,
         source="TensorRT-LLM statistics",

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from eplb_service.dispatch import Dispatch
 from eplb_service.errors import EplbError, InvalidInputError, PolicyFailedError
+from eplb_service.formats.files import VALUES_MAX
 from eplb_service.ids import RankId
 from eplb_service.placement import Table
 from eplb_service.policy.base import PlanningProblem, Policy, Proposal
@@ -23,6 +24,9 @@ from eplb_service.policy.warm_up import run_policy, warm_up_policy
 from eplb_service.topology import Topology
 
 PREFERRED_POLICIES = ("minmove", "greedy")
+
+RANKS_MAX = 65_536
+"""Most ranks of a plan from files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,8 @@ def fleet_topology(
     """
     if num_ranks < 1:
         raise InvalidInputError(f"ranks must be at least 1; got ranks={num_ranks}")
+    if num_ranks > RANKS_MAX:
+        raise InvalidInputError(f"ranks must be at most {RANKS_MAX:,}; got ranks={num_ranks:,}")
     names = Topology.regular(num_ranks=num_ranks, num_nodes=nodes).nodes if isinstance(nodes, int) else tuple(nodes)
     topology = Topology(
         rank_ids=tuple(RankId(rank) for rank in range(num_ranks)),
@@ -97,6 +103,11 @@ def starting_table(
     """
     if slots_per_rank < 1:
         raise InvalidInputError(f"slots per rank must be at least 1; got {slots_per_rank}")
+    if num_layers * topology.num_ranks * slots_per_rank > VALUES_MAX:
+        raise InvalidInputError(
+            f"{num_layers} layers x {topology.num_ranks:,} ranks x {slots_per_rank:,} slots are"
+            f" {num_layers * topology.num_ranks * slots_per_rank:,}; at most {VALUES_MAX:,} are planned"
+        )
     ids = range(num_layers) if layer_ids is None else layer_ids
     linear = Table.linear(
         model=model if current is None else current.model,

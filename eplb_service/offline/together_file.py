@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
-from eplb_service.formats.files import ids_text
 from eplb_service.formats.loads import read_token_choices
+from eplb_service.ids import ids_text
 from eplb_service.node_visits import PAIR_TOLERANCE, checked_pairs, distinct_nodes
 from eplb_service.offline.load_file import Float64Array
 

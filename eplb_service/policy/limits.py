@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eplb_service.errors import InvalidInputError
+from eplb_service.ids import ids_text
 from eplb_service.moves import residencies
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.policy.base import ExpertOnRank, FailureDomain, PlanningProblem, Resilience
@@ -140,7 +141,7 @@ def _triples(named: frozenset[ExpertOnRank], problem: PlanningProblem, how: str)
         if item.layer_id is not None and item.layer_id not in table.layer_ids:
             raise InvalidInputError(
                 f"expert {item.expert} is {how} in layer {item.layer_id}, which is not among the layers"
-                f" {list(table.layer_ids)} of model {table.model!r}"
+                f" {ids_text(table.layer_ids)} of model {table.model!r}"
             )
         rank = problem.topology.position_of(item.rank_id)
         layers = range(table.num_layers) if item.layer_id is None else [table.layer_ids.index(item.layer_id)]

@@ -298,7 +298,7 @@ def test_an_operator_drains_a_rank_waits_until_it_may_be_stopped_and_gives_it_ba
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (("drain", "9"), 2, "rank 9 is not among the ranks [0, 1, 2, 3]"),
+        (("drain", "9"), 2, "rank 9 is not among the ranks 0-3"),
         (("drain", "--node", "nope"), 2, "no rank is on node 'nope'; nodes are node0, node1"),
         (("status", "nope"), 2, "there is no deployment 'nope'; known: chat"),
         (("rebalance", "-d", "nope"), 2, "there is no deployment 'nope'; known: chat"),

@@ -250,7 +250,7 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
         (("--policy", "static"), "--policy static needs --to FILE"),
         (("--source-load", "a.npy"), "give --dispatch nearest too"),
         (("--pin", "16@1"), "expert 16 is pinned but model 'model' has experts 0 to 15"),
-        (("--bar", "1@4"), "rank 4 is not among the ranks [0, 1, 2, 3]"),
+        (("--bar", "1@4"), "rank 4 is not among the ranks 0-3"),
         (("--pin", "1@2", "--bar", "1@2"), "expert 1 is pinned to rank 2 and barred from it"),
         (("--unusable-slot", "1:5"), "unusable slot 5 of rank 1 does not exist; slots run to 4"),
         (("--nics", "0"), "NICs of a node must be at least 1; got 0"),
@@ -260,12 +260,20 @@ FLEET = ("--ranks", "4", "--slots-per-rank", "5")
         (("--resilient", "all:rank"), "resilience of 16 of 16 experts needs 32 usable slots, there are 20"),
         (("--capacity", "1,1"), "2 capacities for 4 ranks: give one a rank, or RANK=VALUE"),
         (("--base-load", "7=1"), "base loads name rank 7, but ranks run from 0 to 3"),
+        (("--ranks", "99999999999"), "ranks must be at most 65,536; got ranks=99,999,999,999"),
+        (("--slots-per-rank", "9" * 20), "99,999,999,999,999,999,999 slots are"),
+        (("-d", "chat"), "--deployment: for a dry run on a planner; give it without --load"),
+        (
+            ("more.pt", "most.pt"),
+            "Got unexpected extra arguments (more.pt most.pt): a pattern of files is quoted ('dumps/*.pt')",
+        ),
         (("--capacity", "0=0"), "capacities must be finite and > 0"),
         (("--max-imbalance", "0.9"), "0.9 is not in the range x>=1"),
         (("--pareto", "front.gif"), "front.gif ends in .gif; pictures are written as .svg, .png, .pdf"),
         (("--pareto", "none/front.svg"), "there is no folder none for the picture front.svg"),
         (("--out", "none/plan.json"), "there is no folder none for the placement plan.json"),
         (("--out", "/"), "/ is a folder; name the file to write the placement to"),
+        (("--out", "sglang:start"), "start: SGLang opens a JSON file only where its name ends in .json"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused_early(
@@ -299,7 +307,7 @@ def test_what_an_engines_file_cannot_say_is_refused_before_a_plan_is_made(
         raise AssertionError("a plan was made")
 
     monkeypatch.setattr("eplb_service.offline.plan.plan_offline", planned)
-    out = str(loads.parent / "placement")
+    out = str(loads.parent / "placement.json")
     assert said.format(engine) in refusal(capsys, "--load", str(loads), *FLEET, *words, "--out", f"{engine}:{out}")
     with pytest.raises(AssertionError, match="a plan was made"):  # eplb's own files say all of it
         refusal(capsys, "--load", str(loads), *FLEET, *words, "--out", f"eplb:{out}")

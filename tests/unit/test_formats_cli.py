@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from eplb_service.cli.root import run
-from eplb_service.formats.files import ids_text
+from eplb_service.ids import ids_text
 from eplb_service.placement import EMPTY_SLOT
 
 DENSE, LAYERS, E = 3, 7, 16
@@ -122,7 +122,7 @@ KNOWN = ("--ranks", "2", "--experts", "4", "--layer-ids", "3..4")
 def test_maps_of_ones_own_go_to_an_engine_and_come_back_vllm_49572_vllm_53022(
     text: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine, theirs, back = tmp_path / "map.json", tmp_path / "theirs", tmp_path / "back.json"
+    mine, theirs, back = tmp_path / "map.json", tmp_path / "theirs.json", tmp_path / "back.json"
     mine.write_text(text)
     said(capsys, "placement", "convert", *KNOWN, str(mine), f"{engine}:{theirs}")
     said(capsys, "placement", "convert", *KNOWN, str(theirs), str(back))
@@ -153,7 +153,7 @@ def test_maps_of_ones_own_go_to_an_engine_and_come_back_vllm_49572_vllm_53022(
 def test_maps_of_ones_own_that_cannot_be_are_refused_and_nothing_is_written_vllm_49572(
     text: str, words: tuple[str, ...], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mine, theirs = tmp_path / "map.json", tmp_path / "theirs"
+    mine, theirs = tmp_path / "map.json", tmp_path / "theirs.json"
     mine.write_text(text)
     assert sentence in said(capsys, "placement", "convert", *words, str(mine), f"sglang:{theirs}", code=2)
     assert not theirs.exists()

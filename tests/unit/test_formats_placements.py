@@ -137,7 +137,7 @@ def tables(draw: st.DrawFn, first_layer: int = 0) -> Table:
 @settings(max_examples=60, deadline=None)
 @given(tables(), st.sampled_from([*ENGINES, "eplb"]))
 def test_round_trips_are_exact(tmp_path_factory: pytest.TempPathFactory, table: Table, placement_format: str) -> None:
-    path = tmp_path_factory.mktemp("p") / "file"
+    path = tmp_path_factory.mktemp("p") / "file.json"
     write_placement(PlacementPath(path, placement_format), table)
     expected = Expectation(model="model", num_logical=table.num_logical, rank_ids=table.rank_ids, layer_ids=table.layer_ids)
     read = read_placement(PlacementPath(path), expected)
@@ -154,7 +154,7 @@ def test_round_trips_are_exact(tmp_path_factory: pytest.TempPathFactory, table: 
 def test_conversions_through_all_engines_lose_nothing(
     tmp_path_factory: pytest.TempPathFactory, table: Table, order: list[str]
 ) -> None:
-    path, now = tmp_path_factory.mktemp("p") / "file", table
+    path, now = tmp_path_factory.mktemp("p") / "file.json", table
     for engine in order:
         write_placement(PlacementPath(path, engine), now)
         expected = Expectation(num_logical=table.num_logical, rank_ids=table.rank_ids, layer_ids=table.layer_ids)
@@ -193,9 +193,9 @@ def test_shapes_that_only_the_slots_must_divide_are_taken_vllm_18343_trtllm_1541
             model="model", layer_ids=(3,), num_logical=256, rank_ids=range(num_ranks), slots_per_rank=288 // num_ranks
         )
         for engine in ENGINES:
-            write_placement(PlacementPath(tmp_path / "p", engine), table)
+            write_placement(PlacementPath(tmp_path / "p.json", engine), table)
             expected = Expectation(rank_ids=table.rank_ids, layer_ids=(3,))
-            assert read_placement(PlacementPath(tmp_path / "p"), expected).table == table
+            assert read_placement(PlacementPath(tmp_path / "p.json"), expected).table == table
 
 
 def test_ranks_that_do_not_divide_the_slots_say_how_many_would_vllm_52435_vllm_50669(tmp_path: Path) -> None:
@@ -461,7 +461,10 @@ def test_formats_that_do_not_exist_are_refused(tmp_path: Path, monkeypatch: pyte
         InvalidInputError, match=r"b\.yaml is to be YAML, but the default format is eplb's JSON; say trtllm:b\.yaml"
     ):
         write_placement(PlacementPath(Path("b.yaml")), TABLE)
-    assert not Path("b.yaml").exists()
+    for name, instead in (("b.pt", "b.json"), ("b", "b.json"), ("b.JSON", "b.json")):
+        with pytest.raises(InvalidInputError, match=rf"{name}: SGLang opens .* ends in .json .*; say sglang:{instead}$"):
+            write_placement(PlacementPath(Path(name), "sglang"), TABLE)
+    assert list(Path().iterdir()) == [Path("vllm:x")]
 
 
 def test_a_wrong_format_is_refused_by_what_it_looked_for(tmp_path: Path) -> None:

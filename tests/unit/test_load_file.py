@@ -52,7 +52,7 @@ def test_every_form_is_read_as_windows_layers_experts(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.npy", np.array([[1.0, -2.0]]), r"window 0 layer row 0 expert 1 is -2\.0 \(1 such values\)"),
+        ("a.npy", np.array([[1.0, -2.0]]), r"window 0 layer row 0 expert 1 is -2\.0 \(1 such value\)"),
         ("a.npy", np.array([[1.0, np.nan]]), "is nan"),
         ("a.npy", np.array([[np.inf, np.inf]]), r"is inf \(2 such values\)"),
         ("a.npy", np.array([1.0, 2.0]), r"shape \(layers, experts\).* got \(2,\)"),
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_opened_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot read"):
         read_loads(tmp_path / "cut.npy")
     (tmp_path / "latin.json").write_bytes(b'[["\xff\xfe"]]')
-    with pytest.raises(InvalidInputError, match="cannot read"):
+    with pytest.raises(InvalidInputError, match=r"latin.json is no text: byte 3 is not UTF-8"):
         read_loads(tmp_path / "latin.json")
 
 
@@ -146,3 +146,24 @@ def test_bad_source_loads_end_in_one_clear_sentence(tmp_path: Path, name: str, c
     with pytest.raises(InvalidInputError, match=message) as caught:
         sources_of(saved(tmp_path / name, content))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [{"physical_to_logical_map": [[0, 1]]}, {"physical_to_logical": [[0]]}, {"layer_list": []}])
+def test_a_placement_that_is_given_for_a_load_is_told_so(tmp_path: Path, content: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"a.json is a placement, not a load: give it as --current .*a.json"):
+        read_loads(saved(tmp_path / "a.json", content))
+
+
+@pytest.mark.parametrize(
+    ("text", "got"),
+    [
+        ('[["a", 1]]', "'a'"),
+        ("[[null, 1]]", "null"),
+        ("[[true, false]]", "true"),
+        (f"[[{10**30}, 1]]", f"{10**30}, which is beyond 64 bits"),
+    ],
+)
+def test_values_that_are_no_numbers_are_shown(tmp_path: Path, text: str, got: str) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(InvalidInputError, match=rf"a.json: expected numbers; got {got}$"):
+        read_loads(tmp_path / "a.json")
