@@ -117,7 +117,7 @@ class AdvisedDeployment(Deployment):
             return "rolling_out", f"generation {told.generation} is the answer to the next question"
         if told is not None:
             return "rolling_out", f"the engine was told to go to generation {told.generation}, and has not shown it yet"
-        return "ready", self.why_uncovered or self.last_error
+        return "ready", self.restoring.why or self.last_error
 
     def window(self) -> CombinedWindow | None:
         """The last questions since the live map is live, but the first: engines count by it, and miscount where they moved."""
@@ -291,7 +291,7 @@ class AdvisedDeployment(Deployment):
             self.last_error = seen.reason
 
     def _note_copy(self, request: AdviceRequest) -> None:
-        """How long the engine took for a generation, told once it is known; where steps waited for it, it is what a flip costs."""
+        """How long the engine took for a generation, told once it is known; where steps waited for it, a flip costs that."""
         generation = self.ledger.generations.get(request.copied_generation)
         if generation is None or generation.copied_s or not request.copied_s:
             return
@@ -361,6 +361,7 @@ class AdvisedDeployment(Deployment):
         """Nobody says when the engine copies: steps of an interval in which it may are no measure of anything."""
         return None if self.engine is not None and self.engine.told is not None else False
 
-    def _known(self, live: LiveMap, window: CombinedWindow) -> Known:
-        known = super()._known(live, window)
+    def known(self, live: LiveMap, window: CombinedWindow) -> Known:
+        """What a decision goes by beside the window."""
+        known = super().known(live, window)
         return dataclasses.replace(known, measured=MeasuredCosts(step_time=self._unpriced)) if self._unpriced else known

@@ -22,6 +22,7 @@ from eplb_service.generation import ROLLBACK
 from eplb_service.ids import GenerationNumber
 from eplb_service.placement import EMPTY_SLOT
 from eplb_service.planner.advised import AdvisedDeployment
+from eplb_service.planner.deciding import why_stale
 from eplb_service.planner.documents import VerdictRecord
 from eplb_service.planner.plans_in_time import PlansInTime
 from eplb_service.planner.proposing import Choice, Decision
@@ -242,7 +243,7 @@ class Answering(Steering):
         """Store a generation: then it is what the engine is to be told."""
         deployment = self.deployment
         async with deployment.planning:
-            why = deployment.why_not_plan() or deployment.why_stale(decision)
+            why = deployment.why_not_plan() or why_stale(deployment, decision)
             if why or deployment.ledger.settings.mode != "auto":
                 reason = f"keep: {why or 'the mode was changed meanwhile'}"
                 deployment.record_verdict(dataclasses.replace(verdict, move=False, code="expired", reason=reason))

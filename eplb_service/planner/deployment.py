@@ -9,28 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping
-
-import structlog
 
 from eplb_service import control
 from eplb_service.attach import FromAgent
 from eplb_service.control import Address
-from eplb_service.coverage import unreachable, why_uncovered
 from eplb_service.drain import (
-    DrainedRank,
-    DrainState,
-    drained_ranks,
     knows_no_empty_slot,
-    listed,
     serving,
-    why_not_drained,
-    why_off_limits,
 )
-from eplb_service.errors import ConflictError, DeadlineError, EplbError, StoreUnavailableError
+from eplb_service.errors import ConflictError, DeadlineError, EplbError
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import ChunkId, DeploymentId, Epoch, GenerationNumber, LayerRef, RankId
+from eplb_service.ids import DeploymentId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.placement import Placement
 from eplb_service.planner import documents
@@ -38,16 +27,17 @@ from eplb_service.planner.agent_link import AgentLink
 from eplb_service.planner.asked import Asked
 from eplb_service.planner.carrier import Carrier
 from eplb_service.planner.context import PlannerContext
-from eplb_service.planner.documents import Settings, VerdictRecord
+from eplb_service.planner.documents import VerdictRecord
+from eplb_service.planner.drained_view import why_drained_too_far
 from eplb_service.planner.forecasting import Forecasting
-from eplb_service.planner.journals import Journals
+from eplb_service.planner.gauges import gauges_of
 from eplb_service.planner.leading import Leading
 from eplb_service.planner.learning import Learning
-from eplb_service.planner.ledger import Ledger
 from eplb_service.planner.load_watch import LoadWatch
 from eplb_service.planner.loads import dispatch_of, loads_of
 from eplb_service.planner.outcomes import Outcomes
 from eplb_service.planner.proposing import Decision, Known
+from eplb_service.planner.recorded import Recorded
 from eplb_service.planner.restoring import Restoring
 from eplb_service.planner.write_lane import WriteLane
 from eplb_service.rollout.chunk_ids import drawn_sequence
@@ -57,7 +47,7 @@ from eplb_service.rollout.events import (
     RolloutState,
     Start,
 )
-from eplb_service.rollout.journal import LEAD_ENDED, JournalEvent
+from eplb_service.rollout.journal import LEAD_ENDED
 from eplb_service.store.base import Leadership
 from eplb_service.telemetry import DeploymentGauges
 from eplb_service.window.report import Accepted, CombinedWindow, LoadReport, Refused
@@ -71,17 +61,14 @@ WITHDRAW_S = 60.0
 HOUSEKEEPING_S = 1.0
 
 
-class Deployment:
+class Deployment(Recorded):
     """The planner of one deployment. proposal_ttl_from: the setting that says how old a proposal may be, in brackets."""
 
     proposal_ttl_from = " (planning.proposal_ttl_s)"
 
     def __init__(self, name: DeploymentId, context: PlannerContext) -> None:
+        super().__init__(name, context)
         config = context.config
-        self.name = name
-        self.context = context
-        self.ledger = Ledger(name, context.store, Settings(mode=config.planning.mode, policy=config.planning.policy))
-        self.journals = Journals(name, context.store)
         self.load = LoadWatch(
             name,
             Windows(windows_max=config.planning.windows_kept, bytes_max=config.planning.windows_bytes),
@@ -116,13 +103,8 @@ class Deployment:
         """Held while something is decided and published: one thing at a time."""
         self.plan_wanted = asyncio.Event()
         """Set when there may be something new to plan from."""
-        self.lane: WriteLane | None = None
-        """Writes of the present leadership; None while there is none."""
         self._refusal, self._refused_s = "", 0.0
-        self._settings = asyncio.Lock()
-        self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._log = structlog.get_logger("eplb.planner").bind(deployment=name)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,19 +277,7 @@ class Deployment:
         return dataclasses.replace(members, topology=serving(members.topology, live.placement, self.drained))
 
     @property
-    def unreachable(self) -> Mapping[LayerRef, tuple[int, ...]]:
-        """Experts that live on no rank, by what ranks said last; none while that is not known."""
-        told = self._told_placement
-        return unreachable(told) if told is not None else {}
-
-    @property
-    def why_uncovered(self) -> str:
-        """Which experts live on no rank, and what is done about it; empty when there are none."""
-        lost = self.unreachable
-        return why_uncovered(lost, self.restoring.story) if lost else ""
-
-    @property
-    def _told_placement(self) -> Placement | None:
+    def told_placement(self) -> Placement | None:
         """What ranks said last that they route by; None while they are not complete, or it is not known."""
         live = self.known_live if self.members is not None else None
         return live.placement if live is not None else None
@@ -322,17 +292,6 @@ class Deployment:
         """Whether drained ranks keep copies of experts that live elsewhere too, since the engine knows no empty slot."""
         live = self.live
         return self.context.proposer.fill_slots and live is not None and knows_no_empty_slot(live.placement)
-
-    def drained_ranks(self) -> tuple[DrainedRank, ...]:
-        """How far each drained rank is, by what ranks said last."""
-        if not self.drained:
-            return ()
-        why = f"{self.name} is {self.state_text()}"
-        return drained_ranks(self.drained, self._told_placement, may_keep=self.keeps_copies, why_unknown=why)
-
-    def why_off_limits(self, target: Placement) -> str:
-        """What a placement would bring to a drained rank, as a sentence; empty when nothing."""
-        return why_off_limits(self.live.placement, target, self.drained) if self.live is not None and self.drained else ""
 
     @property
     def leads(self) -> bool:
@@ -389,7 +348,7 @@ class Deployment:
             return "rolling_out", progress.hold or progress.last_error
         if group.observe_only:
             return "observe_only", self._why_observing(group.observe_only)
-        stuck = self.why_uncovered or self._why_drained_too_far()
+        stuck = self.restoring.why or why_drained_too_far(self)
         return "ready", self.carrier.waiting_reason or stuck or self._last_refusal() or self.last_error
 
     def state_text(self) -> str:
@@ -401,15 +360,6 @@ class Deployment:
         """What is missing, and the reason that a rank which has none of it gives, as far as one did."""
         said = [facts.off_reason for facts in self.carrier.ranks.values() if facts.off_reason and not facts.staging_bytes]
         return ": ".join([what, *said[:1]])
-
-    async def wait_for_change(self) -> None:
-        """Return at the next change of the live map, a generation or the settings."""
-        await self._changed.wait()
-
-    def announce(self) -> None:
-        """Wake those who wait for a change."""
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
     async def wait_until_free(self, timeout_s: float = WITHDRAW_S) -> None:
         """Return once nothing is being rolled out. Raises DeadlineError."""
@@ -439,14 +389,7 @@ class Deployment:
 
     def why_not_plan(self) -> str:
         """What speaks against a new generation for balance, or for an operator, now; empty when nothing does."""
-        return self.why_not_begin() or self.why_uncovered or self._why_drained_too_far()
-
-    def _why_drained_too_far(self) -> str:
-        """What ranks that stay cannot hold, where the group changed since ranks were drained; empty when they can hold all."""
-        live = self.known_live
-        why = why_not_drained(live.placement.tables, self.drained) if live is not None and self.drained else ""
-        drained = listed(sorted(self.drained))
-        return f"rank {drained} is drained, and {why}; or `eplb undrain {drained.replace(',', '')}`" if why else ""
+        return self.why_not_begin() or self.restoring.why or why_drained_too_far(self)
 
     def check_plannable(self) -> None:
         """Raise ConflictError with what speaks against a new generation now."""
@@ -454,37 +397,8 @@ class Deployment:
         if why:
             raise ConflictError(f"nothing can be published now: {why}")
 
-    async def decide(self, policy: str, *, dry: bool = False) -> Decision:
-        """A decision from the last windows. Call with `planning` held. dry: nothing will follow from it.
-
-        Raises ConflictError when there is none to make.
-        """
-        group, live = self.group, self.known_live
-        window = self.window()
-        if group is None or live is None:
-            raise ConflictError(f"{self.name} cannot be planned, it is {self.state_text()}")
-        if self.unreachable:
-            raise ConflictError(f"{self.name} cannot be planned for balance: {self.why_uncovered}")
-        if window is None:
-            raise ConflictError(f"{self.name} has no closed load window yet; ranks report one every few steps, try again")
-        decision = await self.context.proposer.propose(
-            group=group,
-            live=live,
-            window=window,
-            policy=policy,
-            drained=self.drained,
-            generation_age_s=self._generation_age_s(live),
-            known=self._known(live, window),
-            now_s=self.context.clock.monotonic(),
-        )
-        self.context.metrics.solved(self.name, policy, decision.solve_s)
-        self.learning.horizon = decision.horizon
-        moves = decision.verdict.move and not dry and self.ledger.settings.mode == "auto"
-        self.learning.planned(decision.verdict, live.placement, decision.target, moves=moves)
-        self.decision = decision
-        return decision
-
-    def _known(self, live: LiveMap, window: CombinedWindow) -> Known:
+    def known(self, live: LiveMap, window: CombinedWindow) -> Known:
+        """What a decision goes by beside the window."""
         learning, config = self.learning, self.context.validation
         loads = tuple(loads_of(window, table).loads.sum(axis=0) for table in live.placement.tables)
         hold = learning.why_held(
@@ -504,26 +418,6 @@ class Deployment:
     def proposal_ttl_s(self) -> float:
         """How old a proposal may be."""
         return self.context.config.planning.proposal_ttl_s
-
-    def why_stale(self, decision: Decision) -> str:
-        """Why a proposal must not be published any more; empty while it may."""
-        age_s, most_s = self.context.clock.monotonic() - decision.made_at_s, self.proposal_ttl_s
-        if self.live is None or self.live.digest != decision.live_digest:
-            return "the proposal was made for another live map than there is now"
-        if decision.drained != self.drained:
-            return "ranks were drained, or given back, since the proposal was made"
-        if age_s > most_s:
-            return f"the proposal is {age_s:.0f} s old, at most {most_s:.0f} s are allowed{self.proposal_ttl_from}"
-        return ""
-
-    def _generation_age_s(self, live: LiveMap) -> float | None:
-        generation = self.ledger.generations.get(live.newest_generation)
-        if generation is None:
-            return None
-        since_s = generation.active_at_s
-        if since_s is None:
-            since_s = generation.created_at_s + generation.rollout_s
-        return max(0.0, self.context.clock.wall() - since_s)
 
     def record_verdict(self, verdict: VerdictRecord) -> None:
         """The gate (or an operator) answered."""
@@ -547,68 +441,6 @@ class Deployment:
         if progress is not None and progress.generation is not None:
             self.carrier.feed(Cancel(reason=reason, by=by, withdraw=withdraw))
 
-    async def change_settings(self, change: Callable[[Settings], Settings]) -> Settings:
-        """Store settings that were changed; one change after another. Raises what `commit` raises: then nothing changed."""
-        async with self._settings:
-            settings = change(self.ledger.settings)
-            await self.commit(self.ledger.settings_puts(settings).puts)
-            self.ledger.settings = settings
-        paused = "paused" if settings.paused else "not paused"
-        drained = f", drained ranks {listed(sorted(self.drained))}" if self.drained else ""
-        self._log.info(
-            "settings.changed",
-            mode=settings.mode,
-            paused=settings.paused,
-            reason=settings.pause_reason,
-            drained=list(settings.drained),
-        )
-        self.note("settings.changed", f"mode {settings.mode}, {paused}{drained}")
-        self.announce()
-        return settings
-
-    async def commit(
-        self, puts: dict[str, bytes], expects: dict[str, int] | None = None, deletes: tuple[str, ...] = ()
-    ) -> None:
-        """Store this before going on. Raises ConflictError when this planner does not lead, and what the lane raises."""
-        if self.lane is None:
-            raise StoreUnavailableError(f"this planner does not lead {self.name}: {self.leading.why_not}")
-        await self.lane.commit(puts, expects=expects, deletes=deletes)
-
-    def became(self, generation: Generation) -> None:
-        """What became of a generation: recorded behind."""
-        self.ledger.keep(generation)
-        self.behind(self.ledger.generation_puts(generation))
-
-    def dropped(self, generation: Generation, why: str) -> None:
-        """A published generation is not rolled out, or not any further: recorded behind."""
-        self._log.warning("rollout.dropped", generation=generation.number, reason=why)
-        self.note("rollout.dropped", f"generation {generation.number} {why}")
-        self.journals.end()
-        self.became(generation.stopped(why))
-
-    def behind(self, puts: dict[str, bytes], failpoint: str = "") -> None:
-        """Store this when the store can."""
-        if self.lane is not None:
-            self.lane.behind(puts, failpoint=failpoint)
-
-    def note(self, event: str, text: str, *, chunk_id: ChunkId | None = None, rank_id: RankId | None = None) -> None:
-        """Something happened: written behind, into the journal of the generation under way too."""
-        if self.lane is None:
-            return
-        noted = JournalEvent(
-            at_s=self.context.clock.wall(),
-            epoch=self.lane.epoch,
-            event=event,
-            text=text,
-            chunk_id=chunk_id,
-            rank_id=rank_id,
-        )
-        entry = {"at_s": noted.at_s, "epoch": noted.epoch, "event": event, "text": text, "chunk": chunk_id, "rank": rank_id}
-        self.lane.note({key: value for key, value in entry.items() if value is not None})
-        puts = self.journals.note(noted)
-        if puts:
-            self.behind(puts)
-
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _keep_house(self) -> None:
@@ -618,35 +450,4 @@ class Deployment:
 
     def gauges(self) -> DeploymentGauges:
         """The state in numbers."""
-        states = [
-            self.carrier.rank_state(facts, self.context.config.rollout.rank_silence_s) for facts in self.carrier.ranks.values()
-        ]
-        last, live, progress = self.load.last, self.live, self.carrier.progress
-        now_s = self.context.clock.monotonic()
-        model, measured = self.learning.model, self.learning.measured()
-        drained = self.drained_ranks()
-        is_known = not any(found.state is DrainState.UNKNOWN for found in drained)
-        return DeploymentGauges(
-            imbalance_mean=last.imbalance.mean if last else None,
-            imbalance_worst=last.imbalance.worst if last else None,
-            window_coverage=last.window.coverage if last else None,
-            rollout_age_s=now_s - self.outcomes.rollout_since_s if self.outcomes.rollout_since_s is not None else 0.0,
-            rollout_stalled=progress.stalled if progress is not None else False,
-            ranks={state: states.count(state) for state in ("live", "away", "gone")},
-            agents=self.carrier.num_agents,
-            drained_ranks=Counter(found.state.value for found in drained),
-            unreachable_experts=sum(len(experts) for experts in self.unreachable.values()),
-            experts_alone_on_drained=max((found.alone for found in drained), default=0) if is_known else None,
-            generation=live.newest_generation if live is not None else 0,
-            epoch=self.leading.epoch,
-            leading=self.leads,
-            gain_share=self.learning.bias.share,
-            seconds_per_token=model.seconds_per_token if model is not None else None,
-            step_time_r_squared=model.r_squared if model is not None else None,
-            horizon_steps=measured.horizon_steps,
-            same_node_bytes_per_s=measured.bytes_per_s,
-            cross_node_bytes_per_s=measured.cross_node_bytes_per_s,
-            commit_stall_s=measured.commit_stall_s,
-            forecast_used=self.learning.forecasting.used(),
-            forecast_less_off=self.learning.forecasting.less_off(),
-        )
+        return gauges_of(self)

@@ -18,6 +18,7 @@ from eplb_service.generation import RESTORE, Generation, GenerationState, LiveMa
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, RankId
 from eplb_service.membership.machine import Group
 from eplb_service.planner.documents import RolloutDocument
+from eplb_service.planner.drained_view import why_off_limits
 from eplb_service.planner.proposing import same_shape
 from eplb_service.rollout.events import Finished, LiveChanged, Outcome, Persist, Persisted, PersistFailed
 from eplb_service.topology import LinkKind
@@ -143,7 +144,7 @@ class Outcomes:
 
     def _tell_unreachable(self) -> None:
         """Experts that live on no rank are an error in the log, once; and so is that they are back."""
-        why = why_uncovered(self._deployment.unreachable, "no token that chooses them can be served")
+        why = why_uncovered(self._deployment.restoring.lost, "no token that chooses them can be served")
         if why and why != self._uncovered:
             self._log.error("experts.unreachable", reason=why)
             self._deployment.note("experts.unreachable", why)
@@ -261,8 +262,8 @@ class Outcomes:
             why = "the deployment is paused"
         elif not same_shape(live.placement, generation.placement):
             why = "the group has other ranks, layers or slots now"
-        elif self._deployment.why_off_limits(generation.placement):
-            why = self._deployment.why_off_limits(generation.placement)
+        elif why_off_limits(self._deployment, generation.placement):
+            why = why_off_limits(self._deployment, generation.placement)
         elif rollout.generation_floor > generation.number:
             why = f"ranks have seen generation {rollout.generation_floor}"
         elif age_s > self._deployment.context.config.rollout.resume_age_s:

@@ -8,6 +8,7 @@ from typing import Any
 
 from eplb_service.errors import DeadlineError
 from eplb_service.planner.advised import AdvisedDeployment
+from eplb_service.planner.deciding import decide, why_stale
 from eplb_service.planner.loads import imbalance_under
 from eplb_service.planner.proposing import Decision
 
@@ -25,10 +26,10 @@ class PlansInTime:
     async def decision(self, ends_at_s: float) -> Decision:
         """A decision from the last questions, or the one that was too late for an earlier question. ends_at_s: monotonic.
 
-        Raises DeadlineError when there is none yet, and what `Deployment.decide` raises.
+        Raises DeadlineError when there is none yet, and what `deciding.decide` raises.
         """
         ready, self._ready = self._ready, None
-        if ready is not None and not self._deployment.why_stale(ready) and self._still_holds(ready):
+        if ready is not None and not why_stale(self._deployment, ready) and self._still_holds(ready):
             return ready
         while True:
             if self._plan is None:
@@ -45,7 +46,7 @@ class PlansInTime:
 
     async def _decided(self) -> Decision:
         async with self._deployment.planning:
-            return await self._deployment.decide(self._deployment.ledger.settings.policy)
+            return await decide(self._deployment, self._deployment.ledger.settings.policy)
 
     def _keep(self, plan: asyncio.Task[Decision]) -> None:
         """A plan is there that came too late for its question."""

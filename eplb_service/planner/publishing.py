@@ -15,6 +15,7 @@ from eplb_service.imbalance import Imbalance
 from eplb_service.moves import MoveSummary
 from eplb_service.placement import Placement
 from eplb_service.planner.documents import Loads, RequestRecord, VerdictRecord
+from eplb_service.planner.drained_view import why_off_limits
 from eplb_service.planner.ledger import Previous
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ async def publish(
 
     Raises ConflictError for a placement that brings something to a drained rank.
     """
-    off_limits = deployment.why_off_limits(content.target)
+    off_limits = why_off_limits(deployment, content.target)
     if off_limits:
         raise ConflictError(f"nothing was published for {deployment.name}: {off_limits}")
     log = structlog.get_logger("eplb.planner").bind(deployment=deployment.name)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from eplb_service.coverage import RESTART
+from eplb_service.coverage import RESTART, unreachable, why_uncovered
 from eplb_service.errors import EplbError
 from eplb_service.generation import RESTORE
+from eplb_service.ids import LayerRef
 from eplb_service.imbalance import Imbalance
 from eplb_service.membership.group import Group
 from eplb_service.moves import MoveSummary
@@ -43,21 +45,28 @@ class Restoring(Standing):
         """Why the last try came to nothing."""
 
     @property
+    def lost(self) -> Mapping[LayerRef, tuple[int, ...]]:
+        """Experts that live on no rank, by what ranks said last; none while that is not known."""
+        told = self._deployment.told_placement
+        return unreachable(told) if told is not None else {}
+
+    @property
+    def why(self) -> str:
+        """Which experts live on no rank, and what is done about it; empty when there are none."""
+        lost = self.lost
+        return why_uncovered(lost, self.story) if lost else ""
+
+    @property
     def is_due(self) -> bool:
         """Whether experts live on no rank, a rank has a backup, and it was not given up."""
         members = self._deployment.members
-        return (
-            members is not None
-            and bool(members.restorers)
-            and self._refusals < REFUSALS_MAX
-            and bool(self._deployment.unreachable)
-        )
+        return members is not None and bool(members.restorers) and self._refusals < REFUSALS_MAX and bool(self.lost)
 
     @property
     def story(self) -> str:
         """What is done about experts that live on no rank, or why nothing is; empty where there are none."""
         deployment, members = self._deployment, self._deployment.members
-        if not deployment.unreachable or members is None:
+        if not self.lost or members is None:
             return ""
         if not members.restorers:
             return f"no rank has a backup to take them from (`sources` of its hook): {RESTART}"
@@ -120,7 +129,7 @@ class Restoring(Standing):
         )
 
     def _reason(self, asked: str, moves: MoveSummary) -> str:  # noqa: ARG002  (nobody asked)
-        lost = sum(len(experts) for experts in self._deployment.unreachable.values())
+        lost = sum(len(experts) for experts in self.lost.values())
         return f"move: {lost} experts live on no rank: they come back from backups, with {moves.experts} moves"
 
     async def _plan(self, members: Group, live: Placement, before: Imbalance) -> Plan:  # noqa: ARG002  (balance comes later)

@@ -20,6 +20,7 @@ from eplb_service.gate import Verdict, VerdictCode
 from eplb_service.generation import ROLLBACK
 from eplb_service.membership.machine import Group
 from eplb_service.placement import Placement, Table
+from eplb_service.planner.deciding import decide, why_stale
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import KEY_CHARACTERS_MAX, RequestRecord, Settings, VerdictRecord
 from eplb_service.planner.draining import Draining, named
@@ -152,13 +153,13 @@ class Steering:
             if early is not None:
                 deployment.record_verdict(early)
                 return
-            decision = await deployment.decide(deployment.ledger.settings.policy)
+            decision = await decide(deployment, deployment.ledger.settings.policy)
             verdict = self._verdict(decision)
             deployment.record_verdict(verdict)
             deployment.last_error = ""
             if not verdict.move or deployment.ledger.settings.mode != "auto" or deployment.why_not_plan():
                 return
-            stale = deployment.why_stale(decision)
+            stale = why_stale(deployment, decision)
             if stale:
                 deployment.record_verdict(dataclasses.replace(verdict, move=False, code="expired", reason=f"keep: {stale}"))
                 return
@@ -184,7 +185,7 @@ class Steering:
         policy = policy or deployment.ledger.settings.policy
         _check_policy(policy)
         async with deployment.planning:
-            decision = await deployment.decide(policy, dry=True)
+            decision = await decide(deployment, policy, dry=True)
         return decision, self._verdict(decision)
 
     # ── orders ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,7 +268,7 @@ class Steering:
                     " `eplb rollback` restores a generation of your choice"
                 )
             self.deployment.check_plannable()
-            decision = await deployment.decide(policy or deployment.ledger.settings.policy)
+            decision = await decide(deployment, policy or deployment.ledger.settings.policy)
             verdict = self._verdict(decision)
             choice = decision.choice
             changes = decision.verdict.code is not VerdictCode.NO_CHANGE
@@ -286,7 +287,7 @@ class Steering:
                 deployment.ledger.remember(record)
                 return record
             self.deployment.check_plannable()
-            stale = deployment.why_stale(decision)
+            stale = why_stale(deployment, decision)
             if stale:
                 raise ConflictError(f"nothing was published: {stale}; try again")
             return await publish(self.deployment, self._content(decision, choice, verdict.reason), record, verdict) or record

@@ -16,6 +16,7 @@ from eplb_service.planner.asked import Asked
 from eplb_service.planner.carrier import RankFacts
 from eplb_service.planner.deployment import Deployment
 from eplb_service.planner.documents import Settings, VerdictRecord
+from eplb_service.planner.drained_view import drained_ranks
 from eplb_service.planner.planner import Planner
 from eplb_service.planner.proposing import Decision
 from eplb_service.rollout.events import RolloutState
@@ -86,7 +87,7 @@ def drain_views(deployment: Deployment) -> list[admin_pb2.DrainView]:
             experts_alone=found.alone,
             reason=found.sentence,
         )
-        for found in deployment.drained_ranks()
+        for found in drained_ranks(deployment)
     ]
 
 
@@ -280,7 +281,7 @@ def deployment_view(deployment: Deployment) -> admin_pb2.DeploymentStatus:
         drains=drain_views(deployment),
         unreachable=[
             admin_pb2.UnreachableView(layer=layer_to_pb(layer), experts=experts)
-            for layer, experts in deployment.unreachable.items()
+            for layer, experts in deployment.restoring.lost.items()
         ],
         restoring=deployment.restoring.story,
     )

@@ -192,7 +192,7 @@ def test_ranks_that_refuse_are_asked_a_few_times_then_a_person_is_told_why_until
 
 def test_a_restoration_that_was_stopped_half_way_goes_on_from_what_is_live_then() -> None:
     async def scenario() -> None:
-        async with planner() as (_, address):
+        async with planner(rollout__layers_per_chunk_max="1") as (_, address):
             left = survivors(address)
             left.hold_flips = True
             async with left:
@@ -216,7 +216,7 @@ def test_a_restoration_that_was_stopped_half_way_goes_on_from_what_is_live_then(
 def test_a_new_leader_carries_on_with_what_its_predecessor_began_to_bring_back() -> None:
     async def scenario() -> None:
         store = FlakyStore()
-        async with planner(store) as (_, address):
+        async with planner(store, rollout__layers_per_chunk_max="1") as (_, address):
             left = survivors(address)
             left.hold_staging = True
             async with left:
