@@ -17,8 +17,10 @@ E2E ?=
 # make sim SEEDS=100000; make sim MUTATIONS=1
 SEEDS ?= 5000
 MUTATIONS ?=
+# make soak SOAK="--minutes 20 --faults 800 --seed 7"
+SOAK ?=
 
-.PHONY: help setup demo test sim test-long lint types imports unit test-engines test-vllm-e2e proto check-proto bench-planner planning-page clean
+.PHONY: help setup demo test sim soak test-long lint types imports unit test-engines test-vllm-e2e proto check-proto bench-planner planning-page clean
 
 help:  ## show this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-14s %s\n", $$1, $$2}'
@@ -58,6 +60,9 @@ endif
 
 sim: $(STAMP)  ## simulated faults by seeds: make sim SEEDS=100000, or make sim MUTATIONS=1: each rule off, its violation searched
 	@$(BIN)/python -m tests.sim --seeds $(SEEDS) $(if $(MUTATIONS),--mutations)
+
+soak: $(STAMP)  ## serve for minutes while every part is killed, stopped and cut off, tokens compared (SOAK="--survives": ranks too)
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 test-long: $(STAMP)  ## fleets whose parts are killed in turn, a weighted one, demos with broken flips (about 7 minutes)
 	@$(BIN)/python -m pytest -m long tests

@@ -14,12 +14,13 @@ from typing import Any, Self
 
 from agent.engine.reference.launch import free_port
 from demo.processes import Supervised
+from eplb_service import failpoints
 from eplb_service.cli.generations import state_text
 from eplb_service.errors import EnvironmentFault
 from eplb_service.store.embedded import find_binary
 from tests.integration.cut_link import CutLink
+from tests.integration.fault_mesh import HELD, Mesh, why_not
 from tests.integration.fault_mesh import VARIABLE as NETWORK
-from tests.integration.fault_mesh import Mesh, why_not
 from tests.integration.fault_points import Hold, hold_at
 from tests.integration.fault_processes import (
     birth_of,
@@ -86,6 +87,8 @@ MORE_POINTS = (
 class FaultFleet(WholeFleet):
     """See the module. Links carry the name of the part that is cut off by them."""
 
+    model_factory = "tests.integration.fault_mesh:load"
+
     def __init__(self, *, rank_ids: Sequence[int], in_flight: int, hook_options: Mapping[str, Any], **options: Any) -> None:
         self._link_port = free_port()
         self.mesh: Mesh | None = None
@@ -137,11 +140,17 @@ class FaultFleet(WholeFleet):
 
     @property
     def rank_environment(self) -> Mapping[str, str]:
-        return {NETWORK: self.mesh.path} if self.mesh is not None else {}
+        points = self._failpoints("hook")[failpoints.VARIABLE]
+        return {NETWORK: self.mesh.path if self.mesh is not None else "", HELD: f"rank-{self.held_rank}/{points}"}
 
     @property
-    def model_factory(self) -> str:  # type: ignore[override]  # the plain fleet has one for all
-        return "tests.integration.fault_mesh:load" if self.mesh is not None else "demo.model:load"
+    def rank_environments(self) -> Mapping[int, Mapping[str, str]]:
+        return {}  # of the first life only
+
+    @property
+    def held_rank(self) -> int:
+        """Id of the rank that stands still at points of hooks."""
+        return self._rank_ids[HELD_POSITION]
 
     def _make_holds(self) -> dict[str, Hold]:
         return {point: hold_at(self.folder, point) for point in (*POINTS.values(), *MORE_POINTS)}
@@ -210,8 +219,7 @@ class FaultFleet(WholeFleet):
     def votes_are_off(self) -> bool:
         """Whether a rank other than the one that faults hit says that it takes part in no votes."""
         status = self.status()
-        hit = self._rank_ids[HELD_POSITION]
-        return status is not None and any(not rank.voting for rank in status.ranks if rank.address.rank_id != hit)
+        return status is not None and any(not rank.voting for rank in status.ranks if rank.address.rank_id != self.held_rank)
 
     def someone_gave_up(self) -> bool:
         """Whether a rank other than the one that faults hit has ended, or says that it takes part in no votes."""

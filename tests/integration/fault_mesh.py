@@ -7,6 +7,7 @@ sockets, which know no namespaces. Needs root and Linux's `unshare`, `nsenter` a
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -15,23 +16,40 @@ from functools import partial
 from pathlib import Path
 
 from demo.model import load as load_demo
+from eplb_service import failpoints
 from eplb_service.parent_death import die_with_parent
 from examples.tiny_moe.model import TinyMoe
 
 VARIABLE = "EPLB_TEST_NETWORK"
-"""Path of the namespace that a rank enters before anything else."""
+"""Path of the namespace that a rank enters before anything else; empty = it stays where it is."""
+HELD = "EPLB_TEST_FAILPOINTS"
+"""`NAME/POINTS`: failpoints of the rank process of that name, in whatever life."""
 CLONE_NEWNET = 0x40000000
 TIMEOUT_S = 30.0
 
 
 def load() -> TinyMoe:
-    """The demo's model, in a process that is in the fleet's own network from now on. Raises OSError when it may not be."""
-    descriptor = os.open(os.environ[VARIABLE], os.O_RDONLY)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(descriptor, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(descriptor)
+    """The demo's model, in a process that is in the fleet's own network from now on. Raises OSError when it may not be.
+
+    Ranks call it before anything else, those that join later, too.
+    """
+    name, _, points = os.environ.get(HELD, "").partition("/")
+    if name == multiprocessing.current_process().name:
+        os.environ[failpoints.VARIABLE] = points
+        failpoints.forget()
+    if os.environ.get(VARIABLE):
+        enter(os.environ[VARIABLE])
     return load_demo()
+
+
+def enter(path: str) -> None:
+    """Have this thread, and those that it starts, in another network namespace. Raises OSError when it may not be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(descriptor)
 
 
 def why_not() -> str:

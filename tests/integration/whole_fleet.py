@@ -134,6 +134,19 @@ class WholeFleet:
         """Of all ranks."""
         return {}
 
+    @property
+    def rank_environments(self) -> Mapping[int, Mapping[str, str]]:
+        """Of ranks by their position."""
+        return {HELD_POSITION: self._failpoints("hook")}
+
+    @property
+    def engine_options(self) -> Mapping[str, Any]:
+        """More fields of `FleetConfig`."""
+        return {}
+
+    planner_arguments: Sequence[str] = ()
+    """More of `eplb serve`."""
+
     def _make_holds(self) -> dict[str, Hold]:
         """By point. Those of hooks are of the rank at HELD_POSITION alone."""
         return {point: hold_at(self.folder, point) for point in ("hook.staging.begin", "agent.arm.forwarded")}
@@ -165,6 +178,7 @@ class WholeFleet:
             *("serve", f"--port={port}", *self.store_arguments, "--metrics-enabled=false"),
             *("--mode=observe", "--planning-windows=2", "--rollout-layers-per-chunk-max=1", "--rollout-backoff-s=0.1"),
             *(f"--ready-file={self.folder / 'planner.ready'}", "--log-format=json"),
+            *self.planner_arguments,
         ]
         environment = self._failpoints("planner")
         return Supervised("planner", arguments, self.folder / "planner.ready", self.folder / "planner.log", environment)
@@ -194,9 +208,10 @@ class WholeFleet:
             slots_per_rank=self._slots_per_rank,
             hook_options=self._hook_options,
             environment=self.rank_environment,
-            rank_environments={HELD_POSITION: self._failpoints("hook")},
+            rank_environments=self.rank_environments,
             log_to_files=True,
             start_timeout_s=WAIT_S,
+            **self.engine_options,
         )
         return launch_ranks(config, preload=["agent.hook.hook"])
 
