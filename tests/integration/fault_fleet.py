@@ -15,7 +15,6 @@ from typing import Any, Self
 from agent.engine.reference.launch import free_port
 from demo.processes import Supervised
 from eplb_service import failpoints
-from eplb_service.cli.generations import state_text
 from eplb_service.errors import EnvironmentFault
 from eplb_service.store.embedded import find_binary
 from tests.integration.cut_link import CutLink
@@ -231,12 +230,7 @@ class FaultFleet(WholeFleet):
 
     def prove_life_once(self) -> None:
         """One more generation goes through to the end and serves."""
-        number = self.order_another()
-        view = self.until_over(number)
-        assert state_text(view.state) == "active", view
-        assert view.moves.experts > 0
-        self.serve_tokens(50)
-        assert {generation for held in self.settle() for generation in held.generations} == {number}
+        self.carry_through(self.order_another())
 
     # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -56,15 +56,6 @@ class LosingFleet(SurvivingFleet, FaultFleet):
         self.serve_tokens(4 * TOKENS)
         return self.rebalance()
 
-    def prove_life_once(self) -> None:
-        """One more generation goes through to the end and serves."""
-        number = self.order_another()
-        view = self.until_over(number)
-        assert state_text(view.state) == "active", view
-        assert view.moves.experts > 0
-        self.serve_tokens(50)
-        assert number in {generation for held in self.settle() for generation in held.generations}
-
 
 @dataclass(frozen=True, slots=True)
 class Loss:

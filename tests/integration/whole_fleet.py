@@ -35,6 +35,7 @@ from eplb_service.ids import DeploymentId, RankId
 from eplb_service.pb.v1 import admin_pb2, placement_pb2
 from eplb_service.policy.registry import load_policy
 from eplb_service.policy.warm_up import warm_up_policy
+from eplb_service.rpc.convert_placement import placement_from_pb
 from tests.integration.fault_checks import History, check_boundaries, check_maps, check_slots, rows_of
 from tests.integration.fault_points import Hold, held, hold_at
 from tests.integration.fault_processes import children_of, is_alive, kill_now, name_of
@@ -369,12 +370,33 @@ class WholeFleet:
     def prove_life(self) -> None:
         """One more rebalance goes through to the end, and what it moved serves."""
         self.back_to_loaded()
-        number = self.rebalance()
+        self.carry_through(self.rebalance())
+
+    def carry_through(self, number: int) -> None:
+        """A generation goes live, moves experts, serves, and is what every rank routes by then."""
         view = self.until_over(number)
         assert state_text(view.state) == "active", view
-        assert view.moves.experts > 0
+        assert view.moves.experts > 0, view
         self.serve_tokens(50)
-        assert {generation for inspection in self.settle() for generation in inspection.generations} == {number}
+        held = {generation for one in self.settle() for generation in one.generations}
+        assert number in held, f"generation {number} is active, but layers are routed by {sorted(held)}"
+        rows = self.published_rows(number)
+        different = [inspection.rank_id for inspection in self.serving.inspect() if rows_of(inspection) != rows]
+        assert not different, f"ranks {different} do not route by the rows that generation {number} was published with"
+
+    def published_rows(self, number: int) -> list[tuple[int, ...]]:
+        """Physical to logical of every layer, as the planner has it."""
+        request = placement_pb2.GetPlacementRequest(deployment=DEPLOYMENT, generation=number)
+        views: list[Any] = []
+
+        def told() -> bool:
+            view = self.call(lambda client: client.call(client.placement.GetPlacement, request))
+            views.extend([view] if view is not None else [])
+            return bool(views)
+
+        self.until(told, f"the rows of generation {number}")
+        (table,) = placement_from_pb(views[-1].placement).tables
+        return [tuple(row) for row in table.physical_to_logical.tolist()]
 
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -56,10 +56,10 @@ class BookedServing(SurvivingServing):
         if self._last_token is None:
             self._last_token = now
         super().pump(now, wait_s=wait_s)
-        for request_id, _, _ in self.unfinished:
-            self._since.pop(request_id, None)
-        self._books.failed += len(self.unfinished)
-        self.unfinished.clear()
+        under_way = {request for requests in self._open for request in requests}
+        for request in self._since.keys() - under_way:  # its rank is gone
+            del self._since[request]
+            self._books.failed += 1
 
     def silence_s(self, now: float) -> float:
         """Seconds since the last token while requests are under way; 0 when none is."""
