@@ -82,6 +82,9 @@ check-proto: $(STAMP)  ## fail when the committed protocol code is stale
 bench-planner: $(STAMP)  ## the planning engine's figures, beside peers where BENCH gives them (about 5 minutes)
 	@$(BIN)/python -m benchmarks.planner $(BENCH)
 
+bench-gpu: $(STAMP)  ## what only a GPU can show, in under 5 minutes (BENCH="--out DIR"; BENCH="--device cpu --quick" tries it)
+	@$(BIN)/python -m benchmarks.gpu $(BENCH)
+
 planning-page: $(STAMP)  ## run the commands of docs/planning.md again and put in what they print, pictures too
 	@$(BIN)/python -m benchmarks.planning_page
 
