@@ -69,7 +69,8 @@ def test_a_rollout_is_told_from_its_publication_to_its_end_with_chunks_ranks_and
             opened, authorised, flipped = story.events[2:5]
             assert opened.text.startswith("chunk 1 of 3: layer tiny/0, ")
             assert authorised.text.startswith("staged by all 4 ranks after ")
-            assert flipped.text == "chunk 1 of 3 of generation 1 flipped at boundary 9"
+            assert flipped.text.startswith("chunk 1 of 3 of generation 1 flipped at boundary 9 in 1 ms, ")
+            assert flipped.text.endswith(" ms expected")
             assert opened.chunk_id == authorised.chunk_id == flipped.chunk_id > 0
             assert not story.events[0].HasField("chunk_id")
             assert story.events[-1].text == "generation 1 active: all 3 chunks flipped"
