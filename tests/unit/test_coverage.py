@@ -39,3 +39,6 @@ def test_the_status_shows_them_in_red() -> None:
     view.unreachable.append(admin_pb2.UnreachableView(layer=layer, experts=[4, 5]))
     facts = {label: (text, style) for label, text, style in _facts(view)}
     assert facts["UNREACHABLE"] == (why_uncovered({LayerRef("m", 7): (4, 5)}), "red")
+    view.restoring = "generation 3 brings them back from backups"
+    facts = {label: (text, style) for label, text, style in _facts(view)}
+    assert facts["UNREACHABLE"][0] == "2 experts live on no rank (layer m/7: 4, 5): generation 3 brings them back from backups"

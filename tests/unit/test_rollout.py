@@ -541,6 +541,7 @@ def test_it_gives_up_loudly_after_the_last_try_and_is_free_again() -> None:  # v
     finished = outcome(script)
     assert finished.outcome is Outcome.STOPPED
     assert finished.reason == "gave up chunk 1 after 3 tries: rank 5 refused (transfer): because"
+    assert finished.refused
     script.expect(RolloutState.IDLE)
     assert of(script.do(Start(generation(2, ONE_LAYER))), Persist)
 
@@ -552,6 +553,7 @@ def test_a_refusal_that_another_try_would_meet_again_stops_the_rollout(code: Ref
     script.hear(*script.disarmed())
     assert outcome(script).outcome is Outcome.STOPPED
     assert code.value in outcome(script).reason
+    assert outcome(script).refused
 
 
 def test_a_rank_that_routes_by_other_rows_makes_all_be_asked_again() -> None:
@@ -559,6 +561,7 @@ def test_a_rank_that_routes_by_other_rows_makes_all_be_asked_again() -> None:
     script.hear(script.refused(5, RefusalCode.OLD_DIGEST))
     script.hear(*script.disarmed())
     assert outcome(script).outcome is Outcome.STOPPED
+    assert not outcome(script).refused
     script.expect(RolloutState.HELLO)
     script.hear(*script.lives(closed_id=script.stages()[-1].chunk_id))
     script.expect(RolloutState.IDLE)
