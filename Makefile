@@ -64,7 +64,7 @@ sim: $(STAMP)  ## simulated faults by seeds: make sim SEEDS=100000, or make sim 
 soak: $(STAMP)  ## serve for minutes while every part is killed, stopped and cut off, tokens compared (SOAK="--survives": ranks too)
 	@$(BIN)/python -m tests.soak $(SOAK)
 
-test-long: $(STAMP)  ## fleets whose parts are killed in turn, a weighted one, demos with broken flips (about 7 minutes)
+test-long: $(STAMP)  ## every fault of a whole fleet in every phase, short soaks, a weighted fleet, demos with broken flips
 	@$(BIN)/python -m pytest -m long tests
 
 proto: $(STAMP)  ## generate the protocol code again
