@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from eplb_service.errors import BrokenInvariantError, DeadlineError
+from eplb_service.errors import BrokenInvariantError, DeadlineError, InvalidInputError
 
 logger = logging.getLogger(__name__)
 
@@ -215,8 +215,16 @@ def _on_stream(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None
 
 
 def streams_for(device: torch.device, compute: torch.cuda.Stream | None) -> Streams:
-    """The implementation for the device that holds the weights."""
-    if device.type == "cuda" and compute is not None:
+    """The implementation for the device that holds the weights.
+
+    Raises InvalidInputError for a device with streams whose engine names none: nothing would order copies with its kernels.
+    """
+    if device.type == "cuda":
+        if compute is None:
+            raise InvalidInputError(
+                f"the weights are on {device} and compute_stream() is None: return the stream that runs the model, which may be"
+                " torch.cuda.current_stream()"
+            )
         return CudaStreams(device, compute)
     return HostStreams()
 

@@ -17,9 +17,9 @@ import torch
 from agent.hook import hook as hook_module
 from agent.hook.hook import Hook
 from agent.transfer import streams as streams_module
-from agent.transfer.streams import LOWEST_PRIORITY, CudaStreams, DeviceEvent, EventPair, HostStreams
+from agent.transfer.streams import LOWEST_PRIORITY, CudaStreams, DeviceEvent, EventPair, HostStreams, streams_for
 from eplb_service.control import Flipped, RefusalCode, Refused
-from eplb_service.errors import BrokenInvariantError
+from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from tests.integration.hook_fleet import FakeAgent
 from tests.one_rank import LAYER, NEXT, RANK, ROW, OneRank, arm, hooked, roll_out, stage_of, step_until
 
@@ -332,6 +332,13 @@ def test_only_timed_events_keep_the_time_and_who_waits_sleeps(cuda: Cuda) -> Non
 def test_a_thread_of_the_hook_s_binds_the_device_and_spares_captures(cuda: Cuda) -> None:
     CudaStreams(DEVICE, cuda.make_stream(DEVICE)).bind_thread()
     assert cuda.calls == ["set_device on 3", "spare captures on 3"]
+
+
+def test_a_device_whose_engine_names_no_stream_is_refused(cuda: Cuda) -> None:
+    with pytest.raises(InvalidInputError, match=r"the weights are on cuda:3 and compute_stream\(\) is None"):
+        streams_for(DEVICE, None)
+    assert isinstance(streams_for(DEVICE, cuda.make_stream(DEVICE)), CudaStreams)
+    assert isinstance(streams_for(torch.device("cpu"), None), HostStreams)
 
 
 class Runtime:
