@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from tests.integration.fault_processes import Holdings, holdings_of
 
 MIB = 1 << 20
-GROWTH_MIB_PER_MINUTE_MAX = 6.0
-GROWTH_MIB_MAX = 12.0
+GROWTH_MIB_PER_MINUTE_MAX = 4.0
+GROWTH_MIB_MAX = 8.0
 """Memory may grow by the larger of both: allocators keep what a first rollout, retry or reconnection of its kind took."""
 FILES_MAX = 8
 """Descriptors that may be open at one moment and not at another: a connection that is being made, a file being read."""

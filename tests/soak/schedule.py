@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tests.integration.fault_fleet import Fault, Part
 
 KINDS: dict[tuple[Part, Fault], float] = {
-    (Part.PLANNER, Fault.KILL): 2.0,
+    (Part.PLANNER, Fault.KILL): 1.2,
     (Part.PLANNER, Fault.STOP): 2.0,
     (Part.PLANNER, Fault.CUT): 2.5,
     (Part.PLANNER, Fault.HOLD): 2.0,

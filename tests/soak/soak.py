@@ -24,7 +24,7 @@ from tests.soak.store_keys import keys_of
 POINT_TIMEOUT_S = 6.0
 """After so long a fault comes where it comes: not every rollout passes every point, least of all while parts are away."""
 END_TIMEOUT_S = 90.0
-CALM_TIMEOUT_S = 120.0
+CALM_TIMEOUT_S = 240.0
 SILENCE_MAX_S = 30.0
 """Longest that serving may stand still while no rank is hit or held: steps take milliseconds, on a busy machine more."""
 SAMPLE_PERIOD_S = 1.0
@@ -107,6 +107,9 @@ class Soak:
         outcome.left = fleet.all_left()
         outcome.wrong += [f"left behind: {what}" for what in outcome.left]
         outcome.wrong += [*self._books.hanging, *self._operator.orders.wrong]
+        for during, stall_s in self._books.stalls_s.items():
+            if during != "a rank" and stall_s > SILENCE_MAX_S:
+                outcome.wrong.append(f"no token for {stall_s:.0f} s while {during} was hit")
         outcome.seconds = time.monotonic() - begin
         return outcome
 
@@ -120,7 +123,7 @@ class Soak:
                 self._end_faults()
                 self._until(lambda: self._operator.is_quiet, "the planner to be ready before nothing is killed any more")
                 self._watch = Watch()
-            self._until_due(begin + planned.index * self._pace_s)
+            self._turn_until(begin + planned.index * self._pace_s)
             self._strike(planned)
             if planned.index % 10 == 9:
                 self._say(self._progress(planned.index + 1))
@@ -227,11 +230,10 @@ class Soak:
         silence = self._fleet.booked.silence_s(now)
         during = next((what for what in ("a rank", "another part") if what in self._blame), "nothing")
         self._books.note_stall(silence, during)
-        if silence > SILENCE_MAX_S and during != "a rank":
-            self._outcome.wrong.append(f"no token for {silence:.0f} s while {during} was hit")
         if silence < 2 * TURN_S:
             self._blame = {"a rank" if active.planned.part is Part.RANK else "another part" for active in self._active}
-            if self._held is not None and self._held.reached and self._held.point.startswith("hook."):
+            held = self._held is not None and self._held.reached and self._held.point.startswith("hook.")
+            if held or self._fleet.booked.num_ranks < self._ranks:
                 self._blame.add("a rank")
 
     def _look_at_votes(self, now: float) -> None:
@@ -282,9 +284,6 @@ class Soak:
     def _turn_until(self, until: float) -> None:
         while time.monotonic() < until:
             self._turn()
-
-    def _until_due(self, due: float) -> None:
-        self._turn_until(due)
 
     def _until(self, done: Callable[[], bool], what: str, timeout_s: float = CALM_TIMEOUT_S) -> None:
         deadline = time.monotonic() + timeout_s
