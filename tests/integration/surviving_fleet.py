@@ -9,6 +9,7 @@ from typing import Any
 from agent.engine.reference.client import RankClient
 from agent.engine.reference.config import Member
 from agent.engine.reference.messages import Inspection
+from demo.oracle import Served
 from demo.serving import Serving
 from eplb_service.errors import EnvironmentFault
 from eplb_service.ids import RankId
@@ -18,12 +19,7 @@ FORM_S = 30.0
 
 
 class SurvivingServing(Serving):
-    """Requests at ranks of which some may be gone; what a lost rank had under way is lost with it."""
-
-    def __init__(self, clients: list[RankClient], *arguments: Any, **options: Any) -> None:
-        super().__init__(clients, *arguments, **options)
-        self.unfinished: list[tuple[int, bytes, tuple[int, ...]]] = []
-        """(request id, prompt, tokens that came) of requests at lost ranks."""
+    """Requests at ranks of which some may be gone. What a lost rank had under way is judged as far as it came."""
 
     def pump(self, now: float, *, wait_s: float = 0.0) -> None:
         for position in reversed(range(len(self._clients))):
@@ -32,7 +28,8 @@ class SurvivingServing(Serving):
             except EnvironmentFault:
                 self._clients.pop(position).close()
                 for request_id, request in self._open.pop(position).items():
-                    self.unfinished.append((request_id, request.prompt.text, tuple(request.tokens)))
+                    came = (tuple(request.tokens), tuple(request.boundaries), tuple(request.generations))
+                    self._finished(Served(request_id, request.prompt.kind, request.prompt.text, *came))
 
     def _pump_one(self, position: int, now: float, wait_s: float) -> None:
         client = self._clients[position]

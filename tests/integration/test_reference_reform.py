@@ -233,3 +233,23 @@ def test_requests_wait_while_experts_live_on_no_rank_and_go_on_once_they_are_bac
         fleet.stop(timeout_s=WAIT_S)
     assert {set(layer.row) >= set(range(10)) for one in held for layer in one.layers} == {True}
     assert min(one.dummy_steps for one in held) >= RESTORED_AFTER
+
+
+@pytest.mark.long
+def test_groups_that_come_and_go_leave_nothing_behind_in_a_rank_that_stays() -> None:
+    """Threads and descriptors of the first rank, after each of five losses and joinings."""
+    with surviving(num_ranks=3, model="uneven", slots_per_rank=10, survives=True) as fleet:
+        seen = []
+        for newcomer in range(10, 15):
+            fleet.join([Member(rank_id=RankId(newcomer), node="node-9")], timeout_s=WAIT_S)
+            requests = Requests(fleet, range(4), each=1, first_id=100 * newcomer)
+            requests.collect_until(requests.all_ended, "requests of the four")
+            requests.check()
+            requests.close()
+            fleet.process(newcomer).kill()
+            fleet.wait_for_ranks(ids(0, 1, 2), timeout_s=WAIT_S)
+            inspections(fleet)
+            process = Path(f"/proc/{fleet.process(0).pid}")
+            seen.append(tuple(len(list((process / what).iterdir())) for what in ("task", "fd")))
+        fleet.stop(timeout_s=WAIT_S)
+    assert max(seen[1:]) <= seen[0], seen
