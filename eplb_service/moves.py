@@ -31,7 +31,7 @@ class MoveSummary:
     slots_rewritten: slots that get another expert than they held, filled from wherever (emptied slots cost nothing).
     bytes_by_link: bytes copied by the kind of link that they take; SAME_RANK are copies between slots of a rank.
     bytes_without_source: bytes of moves whose expert no serving rank holds (host backup or checkpoint must supply them).
-    bytes_into_busiest_rank: most bytes that one rank receives from others; transfers of different ranks run side by side.
+    bytes_into_busiest_rank: most bytes that one rank receives, from others or without a source; ranks receive side by side.
     bytes_into_busiest_nic: most bytes that come in over one NIC (`Topology.nics`), from other nodes or without a source; 0
     where no NICs are named.
     """

@@ -357,7 +357,7 @@ class AdvisedDeployment(Deployment):
         if self.engine is not None:
             self.engine = advising.rested(self.engine)
 
-    def _is_copying(self) -> bool | None:
+    def is_copying(self) -> bool | None:
         """Nobody says when the engine copies: steps of an interval in which it may are no measure of anything."""
         return None if self.engine is not None and self.engine.told is not None else False
 

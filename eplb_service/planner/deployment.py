@@ -33,8 +33,9 @@ from eplb_service.planner.forecasting import Forecasting
 from eplb_service.planner.gauges import gauges_of
 from eplb_service.planner.leading import Leading
 from eplb_service.planner.learning import Learning
+from eplb_service.planner.lessons import learn, remember
 from eplb_service.planner.load_watch import LoadWatch
-from eplb_service.planner.loads import dispatch_of, loads_of
+from eplb_service.planner.loads import loads_of
 from eplb_service.planner.outcomes import Outcomes
 from eplb_service.planner.proposing import Decision, Known
 from eplb_service.planner.recorded import Recorded
@@ -134,7 +135,7 @@ class Deployment(Recorded):
         await self.ledger.load()
         unfinished = self.ledger.unfinished()
         await self.journals.take_up(unfinished.number if unfinished is not None else None, leadership.epoch)
-        self._remember()
+        remember(self)
         self.lane = WriteLane(
             self.context.store,
             leadership,
@@ -151,16 +152,6 @@ class Deployment(Recorded):
         self.outcomes.begin(self.ledger.unfinished())
         settings, first_sequence = self.context.config.rollout_settings(), drawn_sequence(self.context.new_id())
         self.carrier.lead(epoch, settings, first_sequence=first_sequence)
-
-    def _remember(self) -> None:
-        """Take up what the store says was learned. What cannot be read is learned anew."""
-        data, self.ledger.learned = self.ledger.learned, None
-        if data is None:
-            return
-        try:
-            self.learning.read_document(data)
-        except EplbError as error:
-            self._log.warning("learned.unreadable", reason=str(error))
 
     async def end(self, reason: str) -> None:
         """The lead was lost, or is given up (`Led`)."""
@@ -224,33 +215,10 @@ class Deployment(Recorded):
     def _window_closed(self, closed: Accepted) -> None:
         self.load.look(self.live, self.group)
         self.outcomes.window_closed(closed)
-        self._learn()
+        learn(self)
         self.plan_wanted.set()
 
-    def _learn(self) -> None:
-        """What the last window teaches."""
-        group, live, last = self.group, self.live, self.load.last
-        if group is None or live is None or last is None:
-            return
-        try:
-            enough = self.learning.window_closed(
-                last.window,
-                last.imbalance,
-                live,
-                group,
-                dispatch_of(group),
-                copying=self._is_copying(),
-                at_s=self.context.clock.wall(),
-                commit_s=self.ledger.commit_s,
-                serve_s=max(self.context.config.planning.interval_s, self.context.gate.min_generation_age_s),
-            )
-        except EplbError as error:  # windows of other tables than those live now: the next ones will do
-            self._log.debug("window.not_learned", reason=str(error))
-            return
-        if enough:
-            self.store_learned()
-
-    def _is_copying(self) -> bool | None:
+    def is_copying(self) -> bool | None:
         """Whether weights are copied aside just now; None while a rollout is under way and waits, votes or flips."""
         progress = self.carrier.progress
         if self.outcomes.rollout_since_s is None or progress is None:

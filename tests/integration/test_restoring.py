@@ -155,8 +155,17 @@ def test_while_paused_or_pinned_nothing_is_brought_back_and_the_status_says_so()
                 await left.admin.Resume(admin_pb2.ResumeRequest(deployment="chat"), timeout=20)
                 await told(left, "once that can be", "it is pinned")
                 assert not stages(left)
+                left.report(left.skewed(hot=2))  # experts 0, 1 and 2 have another copy
+                await until_true(lambda: _seen(left), "a window")
                 await left.admin.SetMode(admin_pb2.SetModeRequest(deployment="chat", mode="observe"), timeout=20)
                 await restored(left)
+                view = await generation_of(left, 1, ACTIVE)
+                assert view.before.worst_layer > 1
+                for row in left.ranks[0].rows.values():
+                    assert row.count(2) == 2  # the busiest of them lost none
+
+    async def _seen(fleet: Fleet) -> bool:
+        return (await status_of(fleet)).windows_accepted >= len(fleet.ranks)
 
     run(scenario())
 
