@@ -49,6 +49,7 @@ class DeploymentGauges:
     drained_ranks: Mapping[str, int] = field(default_factory=dict)
     experts_alone_on_drained: int | None = None
     unreachable_experts: int = 0
+    rolling_out: bool = False
     forecast_used: str = LAST
     forecast_less_off: Mapping[str, float] = field(default_factory=dict)
 
@@ -67,6 +68,9 @@ class Metrics:
         )
         self._coverage = self._gauge("eplb_window_coverage", "Share of ranks and steps that the last windows hold, 0 to 1.", by)
         self._age = self._gauge("eplb_rollout_age_seconds", "Age of the rollout under way; 0 when there is none.", by)
+        self._rolling = self._gauge(
+            "eplb_rolling_out", "1 while a generation is on its way to the ranks (to an engine: told, and not shown yet).", by
+        )
         self._stalled = self._gauge("eplb_rollout_stalled", "1 when a rollout made no progress within its deadline.", by)
         self._ranks = self._gauge("eplb_ranks", "Ranks by state: live, away or gone.", [*by, "state"])
         self._unreachable = self._gauge(
@@ -173,6 +177,7 @@ class Metrics:
             self._set_or_drop(self._imbalance, (deployment, aggregate), value)
         self._set_or_drop(self._coverage, (deployment,), gauges.window_coverage)
         self._age.labels(deployment).set(gauges.rollout_age_s)
+        self._rolling.labels(deployment).set(float(gauges.rolling_out))
         self._stalled.labels(deployment).set(float(gauges.rollout_stalled))
         for state in ("live", "away", "gone"):
             self._ranks.labels(deployment, state).set(gauges.ranks.get(state, 0))

@@ -21,8 +21,10 @@ from eplb_service.cli.output import (
 from eplb_service.coverage import RESTART, why_uncovered
 from eplb_service.ids import LayerRef
 from eplb_service.pb.v1 import admin_pb2
+from eplb_service.verdict import VerdictCode
 
 LABEL_WIDTH = 12
+GATE_MOVES = (VerdictCode.MOVE, VerdictCode.COVERAGE_BROKEN)
 
 
 @click.command(short_help="Deployments, ranks, what is going on and why.")
@@ -99,7 +101,8 @@ def _facts(view: Any) -> Iterator[tuple[str, str, str]]:
     if view.HasField("last_verdict"):
         verdict = view.last_verdict
         yield "last verdict", f"{verdict.reason} [{verdict.code}]", ""
-        if verdict.move and settings.mode == "observe" and not settings.paused and not view.rollout.state:
+        of_gate = verdict.move and verdict.code in GATE_MOVES  # what an operator ordered is carried out in any mode
+        if of_gate and settings.mode == "observe" and not settings.paused and not view.rollout.state:
             name = view.deployment
             hint = f"`eplb rebalance -d {name}` moves once, `eplb mode auto -d {name}` whenever it pays"
             yield "", f"nothing follows in mode observe: {hint}", ""

@@ -282,7 +282,7 @@ class Answering(Steering):
 
     def _move(self, request: AdviceRequest, told: Told) -> Advice:
         generation = self.advised.told()
-        again = f" (told before, {told.times} times)" if told.times else ""
+        again = f" (told {'once' if told.times == 1 else f'{told.times} times'} before)" if told.times else ""
         self._log.info("advice.given", generation=generation.number, sequence=request.sequence, again=bool(told.times))
         return Advice(
             origin=request.origin,

@@ -27,6 +27,7 @@ def gauges_of(deployment: Deployment) -> DeploymentGauges:
         imbalance_worst=last.imbalance.worst if last else None,
         window_coverage=last.window.coverage if last else None,
         rollout_age_s=now_s - deployment.outcomes.rollout_since_s if deployment.outcomes.rollout_since_s is not None else 0.0,
+        rolling_out=deployment.state()[0] == "rolling_out",
         rollout_stalled=progress.stalled if progress is not None else False,
         ranks={state: states.count(state) for state in ("live", "away", "gone")},
         agents=deployment.carrier.num_agents,

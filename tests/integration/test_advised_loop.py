@@ -260,7 +260,7 @@ def test_engine_that_does_not_follow_is_left_alone_and_the_record_says_so() -> N
             await engine.ask_until_move(engine.skewed())
             again = await engine.ask(engine.skewed())
             assert (again.move, again.generation) == (True, 1)
-            assert "told before" in again.reason
+            assert "(told once before)" in again.reason
             after = [await engine.ask(engine.skewed()) for _ in range(5)]
             assert [answer.move for answer in after] == [False] * 4 + [True]
             assert "the engine did not follow" in after[0].reason

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from eplb_service.cli.generations import _after_commit
+from eplb_service.cli.generations import _after_commit, _print_generation, _worst
 from eplb_service.cli.status import _facts, _show
-from eplb_service.pb.v1 import admin_pb2, placement_pb2
+from eplb_service.pb.v1 import admin_pb2, common_pb2, placement_pb2
 
 
 def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
@@ -30,6 +30,31 @@ def test_status_tells_what_the_gate_goes_by_and_what_is_held() -> None:
     assert shown["promises"][0].startswith("80%")
     assert shown["forecast"][0].startswith("planned from the last windows: 3 of 16 backtests")
     assert shown["HELD"][0].startswith("generation 3 was rolled back: worse by step time; nothing is moved under the load")
+
+
+@pytest.mark.parametrize(
+    ("code", "mode", "is_said"),
+    [("move", "observe", True), ("rollback", "observe", False), ("drain", "observe", False), ("move", "auto", False)],
+)
+def test_status_says_that_nothing_follows_a_move_of_the_gate_alone(code: str, mode: str, is_said: bool) -> None:
+    view = admin_pb2.DeploymentStatus(deployment="chat", settings=admin_pb2.SettingsView(mode=mode))
+    view.last_verdict.CopyFrom(admin_pb2.VerdictView(move=True, code=code, reason="move: it is told why"))
+    assert any("nothing follows in mode observe" in text for _, text, _ in _facts(view)) is is_said
+
+
+def test_a_generation_shows_what_was_predicted_beside_what_was_observed_sglang_13206(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    view = placement_pb2.GenerationView(generation=3, state=placement_pb2.GENERATION_STATE_ACTIVE, judgement="kept: by little")
+    for name, mean, worst in (("before", 1.3, 1.9), ("predicted", 1.01, 1.02)):
+        getattr(view, name).CopyFrom(common_pb2.Imbalance(mean_over_layers=mean, worst_layer=worst))
+    assert [_worst(view, name) for name in ("before", "predicted", "observed")] == ["1.900", "1.020", "-"]
+    view.observed.CopyFrom(common_pb2.Imbalance(mean_over_layers=1.25, worst_layer=1.85))
+    assert _worst(view, "observed") == "1.850"
+    _print_generation("chat", view)
+    page = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for line in ("before 1.300 / 1.900", "predicted 1.010 / 1.020", "observed 1.250 / 1.850", "judged kept: by little"):
+        assert line.split() in page
 
 
 def test_status_names_nics_only_where_a_rank_does(capsys: pytest.CaptureFixture[str]) -> None:

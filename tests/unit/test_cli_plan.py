@@ -125,6 +125,21 @@ def test_flags_for_files_are_refused_without_a_file(capsys: pytest.CaptureFixtur
     )
 
 
+def test_what_redundancy_takes_of_each_rank_is_told_before_anything_starts_vllm_57894_vllm_24537(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """384 + 64 experts on 16 ranks: 4 slots of each rank and layer, and what it takes to change them."""
+    np.save(tmp_path / "load.npy", np.random.default_rng(1).integers(1, 1000, (2, 384)))
+    words = ("--expert-bytes", "42MiB", "--policy", "greedy")
+    page = plan(capsys, tmp_path / "load.npy", *words, ranks=16, slots=28)
+    assert "redundancy   64 redundant experts a layer; 336.0 MiB a rank over all layers" in page  # 2 x 4 x 42 MiB
+    made = plan(capsys, tmp_path / "load.npy", *words, "--output", "json", ranks=16, slots=28)
+    assert made["redundancy"] == {"experts_per_layer": 64, "bytes_per_rank": 336 * 2**20}
+    assert made["staging"]["least_bytes_per_rank"] == 28 * 42 * 2**20  # every slot of a layer may change at once
+    bare = plan(capsys, tmp_path / "load.npy", *words, "--output", "json", ranks=16, slots=24)
+    assert bare["redundancy"] == {"experts_per_layer": 0, "bytes_per_rank": 0}
+
+
 def test_page_says_target_stop_limits_redundancy_and_tokens(loads: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--nodes", "2", "--expert-bytes", "1 MiB", "--max-imbalance", "1.001", "--max-moves", "3")
     page = plan(capsys, loads, *words, "--max-move-bytes", "3MiB")

@@ -113,6 +113,17 @@ def test_ranks_that_cannot_be_spared_are_refused_with_the_least_number(drained: 
     assert re.fullmatch(words, why), why
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_least_number_of_ranks_is_what_holds_all_experts_be_it_one_dynamo_12937(num_ranks: int) -> None:
+    wide = table([0, 1, 2, 3] * num_ranks, ids=tuple(range(num_ranks)))  # each rank has room for all four experts
+    assert why_not_drained((wide,), ranks(*range(1, num_ranks))) == ""
+    assert "no rank would stay" in why_not_drained((wide,), ranks(*range(num_ranks)))
+    problem = PlanningProblem(loads=np.ones((1, 1, 4)), topology=Topology.regular(num_ranks=num_ranks), current=wide)
+    policy = load_policy("greedy")
+    proposal = verify(problem, run_policy(policy, problem), policy="greedy", solve_s=0.0)
+    assert proposal.predicted.worst == 1.0
+
+
 def test_only_ranks_that_hold_nothing_count_as_serving_no_expert() -> None:
     topology = Topology.regular(num_ranks=3)
     assert serving(topology, Placement((table([0, 1, 2, 3, 0, -1]),)), ranks(2)) == topology

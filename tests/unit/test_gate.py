@@ -128,6 +128,46 @@ def test_a_load_that_drifted_is_moved_for(seed: int) -> None:
     assert verdict(drifted).move
 
 
+def rank_imbalance(table: Table, loads: npt.NDArray[np.float64]) -> float:
+    """Mean over layers, by hand: every copy of an expert takes the same share."""
+    found = []
+    for row, load in zip(table.by_rank(), loads.sum(axis=0), strict=True):
+        copies = np.bincount(row.ravel(), minlength=load.size)
+        work = (load / copies)[row].sum(axis=1)
+        found.append(work.max() / work.mean())
+    return float(np.mean(found))
+
+
+def test_a_trial_is_recommended_by_what_later_windows_show_refused_or_left_open_vllm_ascend_16800() -> None:
+    """What a deployment that is only looked at is told, from its own windows."""
+    config = replace(CONFIG, min_sub_windows=4, min_tokens=1000)
+    table = evidence(sample(popularity(3), 100_000, 1, num_windows=4), LINEAR)
+    trial = verdict(table, config)
+    assert (trial.move, trial.code) == (True, VerdictCode.MOVE)
+    later = sample(popularity(3), 100_000, 2, num_windows=4)
+    shown = rank_imbalance(LINEAR, later) - rank_imbalance(table.proposal.placement, later)
+    fitted = table.proposal.before.mean - table.proposal.predicted.mean
+    assert abs(trial.gain - shown) < abs(fitted - shown)
+    assert trial.gain == pytest.approx(shown, rel=0.05)
+    not_now = verdict(evidence(later, table.proposal.placement), config)
+    assert (not_now.move, not_now.code) == (False, VerdictCode.GAIN_TOO_SMALL)
+    for tokens, windows, code in ((100_000, 2, VerdictCode.TOO_FEW_WINDOWS), (400, 4, VerdictCode.TOO_FEW_TOKENS)):
+        left_open = verdict(evidence(sample(popularity(3), tokens, 1, num_windows=windows), LINEAR), config)
+        assert (left_open.move, left_open.code) == (False, code)
+
+
+def test_a_load_that_sways_about_what_was_committed_moves_nothing_vllm_ascend_15668_vllm_ascend_16183() -> None:
+    """Gains count from the placement that is live, not from the one of the start: a plan is not undone and done again."""
+    home, away = popularity(0), popularity(1)
+    committed = evidence(sample(home, 500_000, 1), LINEAR).proposal.placement
+    answers = [
+        verdict(evidence(sample((1 - sway) * home + sway * away, 500_000, seed), committed))
+        for seed, sway in enumerate((0.0, 0.005, 0.0, 0.005), start=2)
+    ]
+    assert not any(answer.move for answer in answers), [answer.reason for answer in answers]
+    assert verdict(evidence(sample(0.3 * home + 0.7 * away, 500_000, 9), committed)).move
+
+
 def test_lost_experts_are_moved_for_at_once_whatever_else_holds() -> None:
     topology = replace(TOPOLOGY, dead=frozenset({RankId(3)}))
     broken = evidence(SKEWED.loads[:, :, :30], Table.linear(

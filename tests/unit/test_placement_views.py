@@ -44,6 +44,25 @@ def test_a_diff_without_shares_names_experts_alone() -> None:
     assert changes_of(TABLE.with_shares(SHARES), other) == [(3, 9, 0, 1, 2, 0.75, None)]
 
 
+def test_what_a_rebalance_changed_is_told_by_layer_and_rank_before_and_after_sglang_30624() -> None:
+    random = np.random.default_rng(3)
+    ranks = tuple(RankId(rank) for rank in (0, 2, 5))
+    before, after = (
+        Table("m", (3, 7), 4, ranks, np.array([random.permutation([0, 1, 2, 3, 0, 1]) for _ in range(2)], np.int32))
+        for _ in range(2)
+    )
+    by_hand = [
+        (layer, rank, slot, before.local_experts(layer, rank)[slot], after.local_experts(layer, rank)[slot], None, None)
+        for layer in (3, 7)
+        for rank in ranks
+        for slot in range(2)
+        if before.local_experts(layer, rank)[slot] != after.local_experts(layer, rank)[slot]
+    ]
+    assert len(by_hand) > 5
+    assert changes_of(before, after) == by_hand
+    assert changes_of(after, after) == []
+
+
 def test_shares_are_shown_where_an_expert_has_other_replicas(capsys: pytest.CaptureFixture[str]) -> None:
     shown._show_table(table_to_pb(TABLE.with_shares(SHARES)), 3)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
