@@ -37,6 +37,9 @@ from tests.integration.whole_fleet import HELD_POSITION, TURN_S, WholeFleet
 MARK = "EPLB_TEST_FLEET"
 """Variable by which processes of a fleet are known, whoever is their parent."""
 RESTARTS_MAX = 10_000
+STEP_TIMEOUT_S = 10.0
+"""Past it an engine gives up a step that a rank does not come to; steps of the tiny model take milliseconds. Ranks that
+cast no id notice it no earlier."""
 
 
 class Part(StrEnum):
@@ -145,6 +148,10 @@ class FaultFleet(WholeFleet):
     @property
     def rank_environments(self) -> Mapping[int, Mapping[str, str]]:
         return {}  # of the first life only
+
+    @property
+    def engine_options(self) -> Mapping[str, Any]:
+        return {"step_timeout_s": STEP_TIMEOUT_S}
 
     @property
     def held_rank(self) -> int:

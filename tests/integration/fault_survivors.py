@@ -9,12 +9,9 @@ from typing import Any
 from eplb_service.cli.generations import state_text
 from examples.tiny_moe.text import KINDS
 from tests.integration.fault_checks import NUM_EXPERTS
-from tests.integration.fault_fleet import POINTS, Fault, FaultFleet, Part, Phase
+from tests.integration.fault_fleet import POINTS, STEP_TIMEOUT_S, Fault, FaultFleet, Part, Phase
 from tests.integration.fault_matrix import TOKENS
 from tests.integration.surviving_fleet import SurvivingFleet
-
-STEP_TIMEOUT_S = 8.0
-"""Past it the launcher ends a rank that hangs; a step of the tiny model takes milliseconds."""
 
 
 class LosingFleet(SurvivingFleet, FaultFleet):
@@ -28,7 +25,7 @@ class LosingFleet(SurvivingFleet, FaultFleet):
 
     @property
     def engine_options(self) -> Mapping[str, Any]:
-        return {**super().engine_options, "step_timeout_s": STEP_TIMEOUT_S}
+        return {**super().engine_options, "step_timeout_s": STEP_TIMEOUT_S}  # the launcher ends a rank that hangs
 
     @property
     def group(self) -> tuple[int, ...]:

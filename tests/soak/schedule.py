@@ -39,8 +39,8 @@ POINTS = (
 AT_POINT_SHARE = 0.6
 OVERLAP_SHARE = 0.25
 PAST_DEADLINES_SHARE = 0.08
-LONG_S = 9.0
-"""Longer than the ranks' vote time-out in a soak (6 s) and its margin."""
+LONG_S = 13.0
+"""Longer than the ranks' vote time-out in a soak (6 s) and its margin, and than the engine's for a step (10 s)."""
 STEADY_SHARE = 0.25
 """Last part of a run, in which nothing is killed: parts live on, so that what they hold can be compared."""
 
