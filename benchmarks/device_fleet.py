@@ -163,14 +163,16 @@ class DeviceFleet:
                 raise RuntimeError(f"chunk {chunk:#x} was refused: {next(iter(refused.values()))}")
             return len(self._said.get((Staged, chunk), {})) == self.sizes.ranks
 
-    def roll_out(self, layer: LayerRef, row: Sequence[int]) -> tuple[dict[RankId, Staged], dict[RankId, Flipped]]:
-        """Carry a row to all ranks, which step meanwhile."""
+    def roll_out(
+        self, layer: LayerRef, row: Sequence[int], *, worker: int | None = None
+    ) -> tuple[dict[RankId, Staged], dict[RankId, Flipped]]:
+        """Carry a row to all ranks, which step meanwhile; passes run on all, or on one."""
         chunk = self.stage(layer, row)
-        self._step_until(lambda: self.is_staged(chunk), "Staged")
+        self._step_until(lambda: self.is_staged(chunk), "Staged", worker)
         for address in self._addresses.values():
             self._send(Arm(to=address, chunk_id=chunk))
         self._until(lambda: len(self._said.get((Armed, chunk), {})) == self.sizes.ranks, "Armed")
-        self._step_until(lambda: len(self._said.get((Flipped, chunk), {})) == self.sizes.ranks, "Flipped")
+        self._step_until(lambda: len(self._said.get((Flipped, chunk), {})) == self.sizes.ranks, "Flipped", worker)
         self.rows[layer.layer_id] = tuple(row)
         return self._said[Staged, chunk], self._said[Flipped, chunk]
 
@@ -180,12 +182,12 @@ class DeviceFleet:
             self._send(Disarm(to=address, chunk_id=chunk, epoch=Epoch(1)))
         self._until(lambda: len(self._said.get((Disarmed, chunk), {})) == self.sizes.ranks, "Disarmed")
 
-    def _step_until(self, condition: Callable[[], bool], what: str) -> None:
+    def _step_until(self, condition: Callable[[], bool], what: str, worker: int | None) -> None:
         until = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > until:
                 raise RuntimeError(f"no {what} of all ranks within {WAIT_S:g} s")
-            self.steps(1)
+            self.steps(1, worker=worker)
 
     # ── the socket ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -270,11 +272,6 @@ def rows_of(sizes: Sizes, random: np.random.Generator) -> tuple[int, ...]:
     return tuple(random.permutation(row).tolist())
 
 
-def rotated(sizes: Sizes, row: Sequence[int], count: int) -> tuple[int, ...]:
-    """Another row: on every rank the experts of its first `count` slots move on by one, so that so many are staged there."""
-    changed = list(row)
-    for rank in range(sizes.ranks):
-        first = rank * sizes.slots
-        span = list(row[first : first + count])
-        changed[first : first + count] = span[1:] + span[:1]
-    return tuple(changed)
+def rotated(row: Sequence[int], count: int) -> tuple[int, ...]:
+    """Another row: the experts of the first `count` slots of the first rank move on by one, so that it stages as many."""
+    return (*row[1:count], row[0], *row[count:])
