@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
+from eplb_service.flip_stall import FlipStall
 from eplb_service.generation import Generation, GenerationState, LiveMap, as_loaded, live_digest
 from eplb_service.ids import Epoch, GenerationNumber, LayerRef, RankId
 from eplb_service.imbalance import Imbalance
@@ -64,6 +65,16 @@ def test_a_generation_that_stopped_half_way_can_be_continued_and_keeps_its_flips
         (16, 32, 48),
         3.5,
     )
+
+
+def test_a_continued_generation_tells_of_the_longest_flip_of_both_rollouts() -> None:
+    begun = generation().rolling_out(FlipStall(expected_s=0.004, limit_s=0.01))
+    assert begun.flip_stall == FlipStall(expected_s=0.004, limit_s=0.01)
+    stopped = begun.stopped("rank 2 refused", stall=FlipStall(expected_s=0.004, limit_s=0.01, measured_s=0.007))
+    active = stopped.rolling_out(FlipStall(expected_s=0.002, limit_s=0.005)).active(
+        at_s=5.0, flip_boundaries=(), rollout_s=1.5, stall=FlipStall(expected_s=0.002, limit_s=0.005, measured_s=0.003)
+    )
+    assert active.flip_stall == FlipStall(expected_s=0.004, limit_s=0.005, measured_s=0.007)
 
 
 def test_an_active_generation_never_becomes_anything_but_superseded() -> None:

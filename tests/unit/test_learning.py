@@ -9,6 +9,7 @@ import pytest
 
 from eplb_service.calibration import StepSample
 from eplb_service.errors import BrokenInvariantError
+from eplb_service.flip_stall import ASSUMED, ChunkFlip
 from eplb_service.gate import Verdict, VerdictCode
 from eplb_service.horizon import Horizon, WindowSum
 from eplb_service.placement import Placement
@@ -48,6 +49,20 @@ def taught() -> Learning:
     learning.horizon = Horizon(steps=900.0, half_life_steps=None, shares=(1.0, 0.5), num_plans=2)
     learning.held.append(held(7))
     return learning
+
+
+def test_what_flips_take_is_learned_by_their_bytes_and_survives_the_store() -> None:
+    learning = Learning(windows_kept=64)
+    assert learning.measured().stalls == ASSUMED
+    for chunk, size in enumerate((10, 40, 100, 200, 400), start=1):
+        flip = ChunkFlip(chunk_id=chunk, staged_bytes=size * 1_000_000, expected_s=1.0, measured_s=0.001 + size * 1e-5)
+        learning.flipped(flip)
+    found = learning.measured().stalls
+    assert found.fixed_s == pytest.approx(0.001)
+    assert found.seconds_per_byte == pytest.approx(1e-11)
+    again = Learning(windows_kept=64)
+    again.read_document(learning.to_document())
+    assert again.measured().stalls == found
 
 
 def test_everything_but_the_windows_survives_the_store() -> None:
