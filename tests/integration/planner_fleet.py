@@ -105,7 +105,7 @@ class Rank:
 class Fleet:
     """Ranks of one deployment behind one agent process. Tokens of expert e in layer l: `loads[l, e]` for each report.
 
-    rank_ids: in column order; empty = 0 to num_ranks - 1. restorers: ranks that say that they have a backup. no_backup: why
+    flip_s: how long a rank says that a flip held up steps. rank_ids: in column order; empty = 0 to num_ranks - 1. restorers: ranks that say that they have a backup. no_backup: why
     they refuse what is to come from it all the same; empty = they do not.
     """
 
@@ -119,6 +119,7 @@ class Fleet:
     staging_bytes: int = 1 << 20
     expert_bytes: int = 1000
     layers_per_chunk: int = 1
+    flip_s: float = 0.001
     group_id: int = 77
     rank_ids: tuple[int, ...] = ()
     dispatch: str = "even"
@@ -344,7 +345,7 @@ class Fleet:
 
     def _say_flipped(self, rank: Rank, chunk: int, layers: tuple[LayerRef, ...] = ()) -> None:
         digests = tuple((layer, row_digest(layer, np.array(rank.rows[layer]))) for layer in layers or rank.rows)
-        self._say(Flipped(sender=rank.address, chunk_id=ChunkId(chunk), boundary=self.boundary, digests=digests, stall_s=0.001))
+        self._say(Flipped(sender=rank.address, chunk_id=ChunkId(chunk), boundary=self.boundary, digests=digests, stall_s=self.flip_s))
 
     def _live(self, rank: Rank, epoch: Epoch) -> Live:
         layers = tuple(
