@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,24 +17,24 @@ from tests.integration.fault_checks import History
 CALL_TIMEOUT_S = 5.0
 PERIOD_S = 0.25
 LISTED_MAX = 1000
-FINISHED = {"active", "superseded"}
+LIVE = "went live on every rank"
 
 
 @dataclass(slots=True)
 class Orders:
-    """What came of them. wrong: what must not be, as sentences; by_state: of all generations, at the last look."""
+    """What came of them. wrong: what must not be, as sentences; ends: of all generations, at the last look."""
 
     placed: int = 0
     refused: int = 0
     away: int = 0
-    by_state: dict[str, int] = field(default_factory=dict)
-    stop_reasons: dict[str, int] = field(default_factory=dict)
+    ends: Counter[str] = field(default_factory=Counter)
+    stop_reasons: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
     @property
     def committed(self) -> int:
         """Generations that went live on every rank."""
-        return sum(count for state, count in self.by_state.items() if state in FINISHED)
+        return self.ends[LIVE]
 
 
 class Operator:
@@ -97,16 +98,19 @@ class Operator:
         request = placement_pb2.ListGenerationsRequest(deployment=self._deployment, limit=LISTED_MAX)
         views = [view for view in client.call(client.placement.ListGenerations, request).generations if view.generation]
         self.history.see(views, all_listed=len(views) < LISTED_MAX)
-        states: dict[str, int] = {}
-        reasons: dict[str, int] = {}
+        ends: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
         for view in views:
-            state = state_text(view.state)
-            states[state] = states.get(state, 0) + 1
-            if state == "stopped":
-                reasons[view.stop_reason] = reasons.get(view.stop_reason, 0) + 1
-        self.orders.by_state, self.orders.stop_reasons = states, reasons
-        if "" in reasons:
-            self.orders.wrong.append("a generation was stopped without a reason")
+            if view.active_at_s:  # also of one that a later one has superseded since
+                ends[LIVE] += 1
+            elif view.stop_reason:
+                ends["stopped"] += 1
+                reasons[view.stop_reason.partition(";")[0]] += 1
+            else:
+                ends[state_text(view.state)] += 1
+                if state_text(view.state) == "stopped":
+                    self.orders.wrong.append(f"generation {view.generation} was stopped without a reason")
+        self.orders.ends, self.orders.stop_reasons = ends, reasons
 
     def _order(self, client: PlannerClient) -> None:
         key = uuid.uuid4().hex

@@ -30,9 +30,9 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield _row("tokens", f"{books.tokens} served, {outcome.tokens_checked} compared, {outcome.mismatches} differ")
     stalls = "; ".join(f"{during} hit: {seconds:.1f} s" for during, seconds in sorted(books.stalls_s.items()))
     yield _row("longest stall", stalls or "-")
-    states = ", ".join(f"{count} {state}" for state, count in sorted(orders.by_state.items()))
-    yield _row("generations", f"{orders.committed} went live ({states})")
-    for reason, count in sorted(orders.stop_reasons.items(), key=lambda item: -item[1])[:8]:
+    ends = ", ".join(f"{count} {end}" for end, count in sorted(orders.ends.items()))
+    yield _row("generations", f"{sum(orders.ends.values())}: {ends}")
+    for reason, count in orders.stop_reasons.most_common(8):
         yield _row("", f"{count} x {reason[:150]}")
     yield _row("orders", f"{orders.placed} taken, {orders.refused} refused; planner away at {orders.away} looks")
     restarts = ", ".join(f"{count} x {why}" for why, count in sorted(outcome.why_restarted.items())) or "none"
