@@ -105,7 +105,8 @@ class Rank:
 class Fleet:
     """Ranks of one deployment behind one agent process. Tokens of expert e in layer l: `loads[l, e]` for each report.
 
-    flip_s: how long a rank says that a flip held up steps. rank_ids: in column order; empty = 0 to num_ranks - 1. restorers: ranks that say that they have a backup. no_backup: why
+    flip_s: how long a rank says that a flip held up steps.
+    rank_ids: in column order; empty = 0 to num_ranks - 1. restorers: ranks that say that they have a backup. no_backup: why
     they refuse what is to come from it all the same; empty = they do not.
     """
 
@@ -345,7 +346,9 @@ class Fleet:
 
     def _say_flipped(self, rank: Rank, chunk: int, layers: tuple[LayerRef, ...] = ()) -> None:
         digests = tuple((layer, row_digest(layer, np.array(rank.rows[layer]))) for layer in layers or rank.rows)
-        self._say(Flipped(sender=rank.address, chunk_id=ChunkId(chunk), boundary=self.boundary, digests=digests, stall_s=self.flip_s))
+        self._say(
+            Flipped(sender=rank.address, chunk_id=ChunkId(chunk), boundary=self.boundary, digests=digests, stall_s=self.flip_s)
+        )
 
     def _live(self, rank: Rank, epoch: Epoch) -> Live:
         layers = tuple(
