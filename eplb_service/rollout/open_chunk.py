@@ -50,6 +50,9 @@ ChunkAnswer = Staged | Armed | Refused | Committed | Flipped | Disarmed
 _FATAL = frozenset({RefusalCode.NEW_DIGEST, RefusalCode.MANIFEST, RefusalCode.BUDGET, RefusalCode.INVALID, RefusalCode.OFF})
 """Refusals that another try would meet again."""
 
+_BY_ANOTHER = frozenset({RefusalCode.STALE_EPOCH, RefusalCode.CLOSED})
+"""Refusals that another leader may be behind: of a higher epoch, or of ours with higher ids, where a store gave it twice."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlippedEverywhere:
@@ -244,8 +247,8 @@ class OpenChunk:
     def _on_refused(self, message: Refused, now: float) -> None:
         rank = message.sender.rank_id
         self._note("chunk.refused", f"{message.code}: {message.reason}", rank)
-        if message.code is RefusalCode.STALE_EPOCH:
-            self._send(Hello(to=message.sender, epoch=self._epoch))  # the reply names the epoch that the rank has seen
+        if message.code in _BY_ANOTHER:
+            self._send(Hello(to=message.sender, epoch=self._epoch))  # the reply names the epoch and ids that it saw
         if self.state is not RolloutState.DISARMING:
             self._fatal = message.code in _FATAL
             self._ask_again = message.code is RefusalCode.OLD_DIGEST
