@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from tests.cpu_device import Event, Stream
+
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds modules of a package that are not in the folder of real ones. values: module → name → what it is."""
@@ -78,44 +80,6 @@ def init_logger(name: str) -> logging.Logger:
         return logging.getLogger(name)
     finally:
         logging.setLoggerClass(logging.Logger)
-
-
-class Event:
-    """A device's event on a CPU, where everything has happened when the call returns."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        pass
-
-    def record(self, *_args: object) -> None:
-        """Nothing to record."""
-
-    def wait(self, *_args: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def query(self) -> bool:
-        """It happened."""
-        return True
-
-    def elapsed_time(self, _end: object) -> float:
-        """No time."""
-        return 0.0
-
-
-class Stream(Event):
-    """A device's stream on a CPU."""
-
-    def wait_event(self, _event: object) -> None:
-        """Nothing to wait for."""
-
-    def record_event(self, event: Any = None) -> Any:
-        """It happened."""
-        return event or Event()
-
-    def wait_stream(self, _stream: object) -> None:
-        """Nothing to wait for."""
 
 
 def _device_of_cpu() -> None:

@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+from tests.cpu_device import Event
+
 ROUTING = "EPLB_TEST_ROUTING"
 AS_VLLM, STUB = "vllm", "stub"
 KNUTH = 2654435769
@@ -128,26 +130,6 @@ _ROUTINGS: dict[str, Any] = {AS_VLLM: _to_slots_and_count}
 """By name; vLLM's own stub comes in when it is replaced."""
 
 
-class _Event:
-    """On a CPU everything has happened when a call returns."""
-
-    def __init__(self, *_args: object, **_kwargs: object) -> None:
-        pass
-
-    def record(self, *_args: object) -> None:
-        """Nothing to record."""
-
-    def wait(self, *_args: object) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def elapsed_time(self, _end: object) -> float:
-        """No time."""
-        return 0.0
-
-
 def _make_state() -> None:
     """The CPU worker's modules patch torch when they are imported; so what they leave out is put in once a model is loaded."""
     worker: Any = importlib.import_module("vllm.v1.worker.cpu_worker")
@@ -159,8 +141,8 @@ def _make_state() -> None:
         if not self.parallel_config.enable_eplb:
             return
         torch_module: Any = torch
-        torch_module.Event = _Event
-        torch_module.accelerator.current_stream = lambda *_args: _Event()
+        torch_module.Event = Event
+        torch_module.accelerator.current_stream = lambda *_args: Event()
         interfaces = importlib.import_module("vllm.model_executor.models.interfaces")
         state = importlib.import_module("vllm.distributed.eplb.eplb_state").EplbState(self.parallel_config, self.device)
         self._moe_model = interfaces.get_mixture_of_experts_model(self.model)

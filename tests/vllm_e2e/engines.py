@@ -80,7 +80,8 @@ def _environment(place: Place, service: Service) -> dict[str, str]:
     """Of vLLM's processes. The tests' own modules are found beside the environment's, this checkout's packages are not."""
     modules = place.folder / "modules"
     (modules / "tests").mkdir(parents=True)
-    (modules / "tests" / "vllm_e2e").symlink_to(Path(__file__).parent)
+    for mine in (Path(__file__).parent, Path(__file__).parents[1] / "cpu_device.py"):
+        (modules / "tests" / mine.name).symlink_to(mine)
     plugin = modules / "cpu_backend_for_tests-0.dist-info"
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-backend-for-tests\nVersion: 0\n")
