@@ -11,7 +11,7 @@ from demo.oracle import Served
 from demo.traffic import Traffic
 from tests.integration.surviving_fleet import SurvivingServing
 
-REQUEST_DEADLINE_S = 120.0
+REQUEST_DEADLINE_S = 240.0
 """A request that a fleet which lives has not answered by then hangs: longer than any fault, and a busy machine, may take."""
 
 

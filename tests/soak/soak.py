@@ -27,6 +27,7 @@ END_TIMEOUT_S = 90.0
 CALM_TIMEOUT_S = 240.0
 SILENCE_MAX_S = 30.0
 """Longest that serving may stand still while no rank is hit or held: steps take milliseconds, on a busy machine more."""
+PAUSE_AFTER_S = 15.0
 SAMPLE_PERIOD_S = 1.0
 ORACLE_BACKLOG_MAX = 64
 VOTES_OFF_S = 3.0
@@ -44,6 +45,7 @@ class Outcome:
     missed_points: int = 0
     fleet_starts: int = 1
     joined: int = 0
+    pauses: int = 0
     why_restarted: Counter[str] = field(default_factory=Counter)
     restart_s: list[float] = field(default_factory=list)
     part_restarts: dict[str, int] = field(default_factory=dict)
@@ -133,6 +135,7 @@ class Soak:
         """Wait for its place, let it begin, and, unless the next one overlaps, end."""
         kind = TEXT_KINDS[planned.victim % len(TEXT_KINDS)]
         self._fleet.traffic.kind = kind
+        self._let_recover()
         earlier = list(self._active)
         hold = self._come_to(planned)
         fleet = self._fleet
@@ -154,6 +157,17 @@ class Soak:
         if not planned.overlaps:
             self._turn_until(now + planned.lasts_s)
             self._end_faults()
+
+    def _let_recover(self) -> None:
+        """Faults pause while serving stands still for long, and without them it must go on.
+
+        Experts that lived on a lost rank alone come back by the planner, which may start for longer than faults are apart.
+        """
+        serving = self._fleet.booked
+        if serving.silence_s(time.monotonic()) > PAUSE_AFTER_S:
+            self._outcome.pauses += 1
+            self._end_faults()
+            self._until(lambda: self._fleet.booked.silence_s(time.monotonic()) < 1.0, "serving to go on after the faults")
 
     def _victim_of(self, planned: Planned) -> int:
         """Position of a rank that lives, the planned one if it does."""

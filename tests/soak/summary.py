@@ -29,7 +29,8 @@ def _lines(outcome: Outcome) -> Iterator[str]:
     yield _row("hanging", f"{len(books.hanging)}; slowest answer {books.slowest_s:.1f} s")
     yield _row("tokens", f"{books.tokens} served, {outcome.tokens_checked} compared, {outcome.mismatches} differ")
     stalls = "; ".join(f"{during} hit: {seconds:.1f} s" for during, seconds in sorted(books.stalls_s.items()))
-    yield _row("longest stall", stalls or "-")
+    pauses = f"; faults paused {outcome.pauses} times until serving went on" if outcome.pauses else ""
+    yield _row("longest stall", (stalls or "-") + pauses)
     ends = ", ".join(f"{count} {end}" for end, count in sorted(orders.ends.items()))
     yield _row("generations", f"{sum(orders.ends.values())}: {ends}")
     for reason, count in orders.stop_reasons.most_common(8):
