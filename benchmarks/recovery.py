@@ -25,7 +25,7 @@ from agent.engine.reference.experts import linear_row
 from agent.engine.reference.launch import Fleet, free_port, launch_ranks
 from agent.engine.reference.messages import Ended, NewTokens
 from benchmarks.recovery_model import CONTEXT, EXPERTS, LAYERS, WEIGHTS, write
-from benchmarks.report import machine, markdown_table
+from benchmarks.report import machine, markdown_table, written_between_marks
 from demo.processes import Supervised
 from eplb_service.cli.client import planner_client
 from eplb_service.errors import ConflictError, DeadlineError, EnvironmentFault, NotFoundError
@@ -243,13 +243,19 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="fleets for each size (default: %(default)s)")
-    runs = parser.parse_args().runs
+    parser.add_argument("--write", type=Path, help="a page to put the table into, such as docs/benchmarks.md")
+    arguments = parser.parse_args()
+    runs = arguments.runs
     columns = ("an expert", "experts lost", "moved", "bytes", "formed again", "full coverage")
     with tempfile.TemporaryDirectory(prefix="eplb-recovery-") as name, ExitStack() as stack:
         planner = Planner(Path(name), stack)
         rows = [row(case, planner, runs, Path(name)) for case in CASES]
-    print(f"Measured on {machine()}; {runs} fleets for each line, load average {os.getloadavg()[0]:.1f}.\n")
-    print(markdown_table(columns, rows))
+    fleets = "1 fleet" if runs == 1 else f"{runs} fleets"
+    head = f"Measured on {machine()}; {fleets} for each line, load average at the end {os.getloadavg()[0]:.1f}."
+    table = f"{head}\n\n{markdown_table(columns, rows)}"
+    print(table)
+    if arguments.write is not None:
+        written_between_marks(arguments.write, "recovery", table)
 
 
 if __name__ == "__main__":

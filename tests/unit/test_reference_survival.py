@@ -90,6 +90,7 @@ def test_a_rank_that_stands_before_the_loss_is_seen_waits_for_it() -> None:
     assert course.stand(5) == [co.HaltRanks(ids(4, 6, 7), 0)]
     assert course.stand(6, 7) == []
     assert course.ended(4) == [co.FormGroup(ids(5, 6, 7), 1)]
+    assert course.machine.reason == "rank 4 is lost"
 
 
 def test_notices_that_come_twice_or_late_change_nothing_vllm_38862() -> None:
@@ -129,7 +130,8 @@ def test_a_rank_that_does_not_stand_still_within_the_longest_step_is_killed() ->
     assert course.after(0.1) == [co.KillRank(RankId(6), "it did not stand still within 10 s")]
     assert course.ended(6) == [co.FormGroup(ids(4, 5, 7), 1)]
     assert course.form(4, 5) == []
-    assert course.after(FORM_S) == [co.KillRank(RankId(7), "it did not form its group within 30 s")]
+    assert course.after(FORM_S) == []  # others may wait for it as long, and then stand
+    assert course.after((co.FORM_WAITS - 1) * FORM_S) == [co.KillRank(RankId(7), "it did not form its group within 120 s")]
     assert course.ended(7) == [co.HaltRanks(ids(4, 5), 1)]
     assert course.stand(4, 5) == [co.FormGroup(ids(4, 5), 2)]
 
@@ -203,7 +205,11 @@ def test_a_rank_that_was_told_to_stop_is_not_lost() -> None:
 
 KINDS = ("ended", "loaded", "stands", "formed", "tick")
 HAPPENINGS = st.tuples(
-    st.sampled_from(KINDS), st.sampled_from([*FOUR, *ids(8, 9)]), st.integers(0, 2), st.booleans(), st.sampled_from([0.0, 31.0])
+    st.sampled_from(KINDS),
+    st.sampled_from([*FOUR, *ids(8, 9)]),
+    st.integers(0, 2),
+    st.booleans(),
+    st.sampled_from([0.0, 31.0, 121.0]),
 )
 
 
@@ -267,17 +273,21 @@ def test_orders_of_groups_that_are_no_more_are_dropped() -> None:
     ours, theirs = multiprocessing.Pipe()
     link = LauncherLink(theirs, on_gone=lambda: None)
     fleet = config()
+    link.take()
     assert not link.is_halted(3)
     ours.send(Halt(number=2))
     ours.send(Form(number=3, fleet=fleet, position=1))
+    link.take()
     assert not link.is_halted(3)
     assert link.is_halted(2)
     ours.send(Halt(number=3))
+    link.read()
     assert link.is_halted(3)
     ours.send(Form(number=4, fleet=fleet, position=0))
     assert link.next_form(after=3) == Form(number=4, fleet=fleet, position=0)
     assert not link.is_halted(4)
     ours.send(End(reason="too few"))
+    link.read()
     assert link.is_halted(4)
     assert link.next_form(after=4) == End(reason="too few")
     link.report(Ready(shape=SHAPE))

@@ -66,7 +66,7 @@ class FleetConfig:
         survives: Whether ranks that are left go on without one that is lost, and take new ones in (`Fleet.join`).
         restores: Whether ranks that survive give their hooks the checkpoint, so that experts which no rank holds come back.
         start_timeout_s, step_timeout_s: Deadline of start-up, and of a collective within a step.
-        form_timeout_s: Deadline of forming the group again.
+        form_timeout_s: Deadline of each wait for other ranks while the group forms again, the hook's too.
     """
 
     deployment: DeploymentId

@@ -22,6 +22,9 @@ from eplb_service.placement import fewest_slots
 FRUITLESS_MAX = 3
 """How often the same ranks may form again without one step in between."""
 
+FORM_WAITS = 4
+"""Waits for others that a rank may have one after the other while it forms a group, its hook's among them."""
+
 
 class Stage(Enum):
     """What the fleet is doing."""
@@ -122,7 +125,8 @@ class Coordinator:
         members: Ranks of the present group, or of the one that is forming, in its order.
         num_experts, slots_per_rank: E and S.
         gather_timeout_s: How long a rank may take to stand still once another one does: the longest step.
-        form_timeout_s: How long ranks may take to form a group.
+        form_timeout_s: How long a rank waits for others at most, each time, while it forms a group. One that waits for a rank
+            that hangs gives up by itself, and stands: only who does neither for `FORM_WAITS` times as long is killed.
         number: Of the group that was last formed or ordered; the first is 0.
         newcomers: New ranks that have loaded, in that order.
         reason: Why the last group ended; of the fleet, once it has.
@@ -170,6 +174,10 @@ class Coordinator:
         """When the next `Tick` is due; None = no time limit runs."""
         return self._deadline_s if self.stage in (Stage.GATHERING, Stage.FORMING) else None
 
+    @property
+    def _form_s(self) -> float:
+        return FORM_WAITS * self.form_timeout_s
+
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_end(self, event: RankEnded, now: float) -> list[Effect]:
@@ -183,7 +191,10 @@ class Coordinator:
         if event.asked:
             return self._go_on(now) if self.stage is Stage.GATHERING else []
         self._changed = True
-        return self._gather(f"rank {rank} is lost", now)
+        why = f"rank {rank} is lost"
+        if self.stage is Stage.GATHERING:
+            self.reason = why  # what others said of it, before its end was seen, says less
+        return self._gather(why, now)
 
     def _on_loaded(self, rank: RankId, now: float) -> list[Effect]:
         if rank in self.members or rank in self.newcomers:
@@ -218,7 +229,7 @@ class Coordinator:
             what = f"it did not stand still within {self.gather_timeout_s:g} s"
         elif self.stage is Stage.FORMING and now >= self._deadline_s:
             late = [rank for rank in self.members if rank not in self._formed]
-            what = f"it did not form its group within {self.form_timeout_s:g} s"
+            what = f"it did not form its group within {self._form_s:g} s"
         else:
             return []
         self._deadline_s = now + self.gather_timeout_s  # for their ends to be seen
@@ -230,7 +241,7 @@ class Coordinator:
         """Wait until all that are left stand still."""
         effects: list[Effect] = []
         if self.stage is not Stage.GATHERING:
-            patience = self.form_timeout_s if self.stage is Stage.FORMING else 0.0
+            patience = self._form_s if self.stage is Stage.FORMING else 0.0
             self._deadline_s = now + self.gather_timeout_s + patience
             self.stage, self.reason = Stage.GATHERING, reason
             running = tuple(rank for rank in self.members if rank not in self._standing)
@@ -257,7 +268,7 @@ class Coordinator:
         self._joining.update(self.newcomers)
         self.members, self.newcomers = ranks, ()
         self.number += 1
-        self.stage, self._deadline_s = Stage.FORMING, now + self.form_timeout_s
+        self.stage, self._deadline_s = Stage.FORMING, now + self._form_s
         self._standing.clear()
         self._formed.clear()
         self._changed, self._steps = False, 0

@@ -102,10 +102,13 @@ class LauncherLink:
             return
         self._orders.append(order)
 
-    def is_halted(self, number: int) -> bool:
-        """Whether the launcher has other plans than group `number`; never waits."""
+    def take(self) -> None:
+        """Take in all orders that have come; never waits."""
         while self._connection.poll():
             self.read()
+
+    def is_halted(self, number: int) -> bool:
+        """Whether, of what was taken in, the launcher has other plans than group `number`."""
         return any(_ends(order, number) for order in self._orders)
 
     def next_form(self, *, after: int) -> Form | End:

@@ -160,7 +160,7 @@ class Rank:
         if isinstance(error, EplbError):
             text = str(error)
         else:  # what torch raises when a collective fails: gloo has no class of its own for a peer that is gone
-            step = self._server.engine.boundary - 1
+            step = max(0, self._server.engine.boundary - 1)
             text = f"step {step} failed; a peer is gone or stuck, or the model raised: {first_line(error)}"
         if reaction_to(error, survives=self._config.fleet.survives) is Reaction.LEAVE:
             self._leave(text)
@@ -202,8 +202,12 @@ class Rank:
             device=self._device,
             number=order.number,
             timeout_s=order.fleet.form_timeout_s,
-            is_superseded=lambda: self._link.is_halted(order.number),
+            is_superseded=lambda: self._is_superseded(order.number),
         )
+
+    def _is_superseded(self, number: int) -> bool:
+        self._link.take()
+        return self._link.is_halted(number)
 
     def _enter(self, group: RankGroup) -> None:
         """Serve in a group that was met. Tables, sizes and the boundary are its own; experts stay in their slots.
@@ -325,6 +329,8 @@ def real_hook(port: EnginePort, config: RankConfig, *, sources: Sequence[ExpertS
     sources: where experts can be had that no rank holds.
     """
     fleet = config.fleet
+    meeting = {"rendezvous_timeout_s": fleet.form_timeout_s} if fleet.survives else {}
+    options = {**meeting, **fleet.hook_options}
     return Hook(
         port,
         HookConfig(
@@ -332,7 +338,7 @@ def real_hook(port: EnginePort, config: RankConfig, *, sources: Sequence[ExpertS
             staging_bytes=fleet.staging_bytes,
             vote_period=fleet.vote_period,
             window_steps=fleet.window_steps,
-            **fleet.hook_options,
+            **options,
         ),
         sources=sources,
     )
