@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent.hook.chunk import ChunkMachine
-from eplb_service.control import Arm, Disarm, Flipped, FromRank, Hello, Live, Stage, ToRank
+from eplb_service.control import Arm, Disarm, Flipped, FromRank, Hello, Live, RefusalCode, Stage, ToRank
 from eplb_service.rollout.events import RolloutState
 from eplb_service.rollout.live_replies import LiveReplies
 from eplb_service.rollout.open_chunk import OpenChunk
@@ -135,11 +135,11 @@ def message_key(message: ToRank | FromRank) -> Hashable:
         seen = (message.epoch_seen, message.closed_id, message.flipped_id)
         return Live, message.sender.rank_id, message.epoch, seen, rows
     who = message.to.rank_id if isinstance(message, Hello | Stage | Arm | Disarm) else message.sender.rank_id
-    chunk = getattr(message, "chunk_id", 0)
+    chunk, asks = getattr(message, "chunk_id", 0), getattr(message, "code", "") in (RefusalCode.STALE_EPOCH, RefusalCode.CLOSED)
     rows = tuple(change.new_digest for change in message.layers) if isinstance(message, Stage) else ()
     if isinstance(message, Flipped):
         rows = tuple(digest for _, digest in message.digests)
-    return type(message), who, chunk, getattr(message, "epoch", 0), rows
+    return type(message), who, chunk, getattr(message, "epoch", 0), asks, rows
 
 
 def words(message: ToRank | FromRank) -> str:

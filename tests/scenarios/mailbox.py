@@ -87,7 +87,7 @@ class MailboxWires:
     def say(self, rank: Rank, message: FromRank) -> None:
         """See `Wires`. Signs of life arrive at once."""
         for planner in self._planners:
-            if not planner.is_alive or (planner.name, rank.position) in self.detached:
+            if not planner.is_alive or (planner.name, rank.address.rank_id) in self.detached:
                 continue
             if isinstance(message, Pulse):
                 planner.receive(message)
@@ -95,7 +95,7 @@ class MailboxWires:
                 self._mailbox.put(
                     Letter(
                         type(message).__name__,
-                        str(rank.position),
+                        str(rank.address.rank_id),
                         planner.name,
                         lambda p=planner: _hear(p, message),  # type: ignore[misc]
                     )
@@ -103,11 +103,9 @@ class MailboxWires:
 
     def order(self, planner: PlannerProcess, message: ToRank) -> None:
         """See `ToRanks`."""
-        position = self._engine.shape.rank_ids.index(message.to.rank_id)
-        if (planner.name, position) not in self.detached:
-            self._mailbox.put(
-                Letter(type(message).__name__, planner.name, str(position), lambda: self._engine.receive(message))
-            )
+        rank_id = message.to.rank_id
+        if (planner.name, rank_id) not in self.detached:
+            self._mailbox.put(Letter(type(message).__name__, planner.name, str(rank_id), lambda: self._engine.receive(message)))
 
     def formed(self) -> None:
         """See `Wires`."""
@@ -124,9 +122,15 @@ class MailboxWires:
         """A control stream speaks for a rank."""
         registration = self._engine.registration_of(rank.address)
         if registration is not None and not rank.is_dead:
-            self.detached.discard((planner.name, rank.position))
+            self.detached.discard((planner.name, rank.address.rank_id))
             planner.register(registration)
             planner.attach(rank.address)
+
+    def formed_again(self, rank: Rank) -> None:
+        """See `Wires`."""
+        for planner in self._planners:
+            if planner.is_alive:
+                self.attach(planner, rank)
 
     def gone(self, address: Address) -> None:
         """See `Wires`."""

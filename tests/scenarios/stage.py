@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agent.hook import chunk_events as hook
 from eplb_service.generation import as_loaded
+from eplb_service.ids import RankId
 from tests.scenarios.mailbox import InstantNetwork, Letter, Mailbox, MailboxWires, Which
 from tests.sim.checkers import Checkers
 from tests.sim.engine import Engine
@@ -16,6 +17,7 @@ from tests.sim.world import Clock, World
 
 TICK_S = 0.1
 DELIVERIES_MAX = 2000
+FORMED_WITHIN_S = 1.5
 
 
 class ScenarioError(Exception):
@@ -47,8 +49,9 @@ class Stage:
 
     def ranks(self, numbers: str) -> list[Rank]:
         """Those of a list, or all."""
-        wanted = range(self.engine.shape.num_ranks) if numbers in ("", "all") else [int(part) for part in numbers.split(",")]
-        return [self.engine.ranks[position] for position in wanted]
+        if numbers in ("", "all"):
+            return list(self.engine.ranks)
+        return [self.engine.known[RankId(int(part))] for part in numbers.split(",")]
 
     def set_up(self, ranks: str, period: str) -> None:
         """The fleet is another one."""
@@ -100,9 +103,9 @@ class Stage:
         """Streams end; what is under way on them is lost."""
         planner = self.planners[name]
         for rank in self.ranks(ranks):
-            self.wires.detached.add((name, rank.position))
-            self.mailbox.take(Which(to=frozenset({str(rank.position)}), of=frozenset({name})), released=True)
-            self.mailbox.take(Which(to=frozenset({name}), of=frozenset({str(rank.position)})), released=True)
+            self.wires.detached.add((name, rank.address.rank_id))
+            self.mailbox.take(Which(to=frozenset({str(rank.address.rank_id)}), of=frozenset({name})), released=True)
+            self.mailbox.take(Which(to=frozenset({name}), of=frozenset({str(rank.address.rank_id)})), released=True)
             planner.detach(rank.address, "its agent process died")
 
     def attach(self, name: str, ranks: str) -> None:
@@ -170,10 +173,10 @@ class Stage:
             for rank in self.ranks(ranks):
                 if rank.is_dead or rank.is_stopped:
                     if ranks:
-                        raise ScenarioError(f"rank {rank.position} runs no step")
+                        raise ScenarioError(f"rank {rank.address.rank_id} runs no step")
                     continue
                 if rank.boundary > min(peer.boundary for peer in self.engine.ranks):
-                    raise ScenarioError(f"rank {rank.position} is ahead: its step waits for the others")
+                    raise ScenarioError(f"rank {rank.address.rank_id} is ahead: its step waits for the others")
                 self.engine.pass_boundary(rank)
                 self.checkers.settle()
 
@@ -233,6 +236,35 @@ class Stage:
                 case _:
                     self.engine.die(rank, "killed")
 
+    def can_reform(self, backups: str) -> None:
+        """Of an engine that forms its group again in place."""
+        self.engine.can_reform, self.engine.has_backups = True, bool(backups)
+        self.restart("")
+
+    def form(self, joining: str) -> None:
+        """The ranks that are left form a group, with others that have empty slots; nobody dies meanwhile."""
+        self.begin_forming(joining)
+        self.wait(str(FORMED_WITHIN_S))
+        _require(self.engine.forming is None, "the group did not form")
+
+    def begin_forming(self, joining: str) -> None:
+        """They begin to."""
+        self.engine.form(int(joining or 0))
+
+    def expect_lost(self, number: str) -> None:
+        """Experts without a slot, over all layers, in the tables of every rank."""
+        for rank in self.ranks(""):
+            rows = [set(live.row) - {-1} for live in rank.routed.values()]
+            found = sum(self.engine.shape.num_logical - len(row) for row in rows)
+            _require(found == int(number), f"{found} experts have no slot on rank {rank.address.rank_id}")
+
+    def publish_whole(self, name: str) -> None:
+        """The next generation: every layer's experts one after another, from the first slot on."""
+        planner = self.planners[name]
+        if planner.rollout is None or planner.rollout.live is None:
+            raise ScenarioError(f"{name} does not know what is live")
+        planner.publish(self.engine.shape.whole_target(planner.rollout.live))
+
     def restart(self, live: str) -> None:
         """A new life of the engine."""
         layers = layers_of(self.engine.ranks[0])
@@ -268,23 +300,23 @@ class Stage:
     def expect_ranks(self, ranks: str, state: str) -> None:
         """Where the chunk machines are."""
         for rank in self.ranks(ranks):
-            _require(rank.machine.state.value == state, f"rank {rank.position} is {rank.machine.state.value}")
+            _require(rank.machine.state.value == state, f"rank {rank.address.rank_id} is {rank.machine.state.value}")
 
     def expect_route(self, ranks: str, number: str) -> None:
         """Which generation the first layer is routed by."""
         for rank in self.ranks(ranks):
             found = rank.routed[LAYERS[0]].generation
-            _require(found == int(number), f"rank {rank.position} routes generation {found}")
+            _require(found == int(number), f"rank {rank.address.rank_id} routes generation {found}")
 
     def expect_off(self, ranks: str, text: str) -> None:
         """Why ranks take part in no rollout."""
         for rank in self.ranks(ranks):
-            _require(text in rank.machine.off_reason, f"rank {rank.position}: {rank.machine.off_reason!r}")
+            _require(text in rank.machine.off_reason, f"rank {rank.address.rank_id}: {rank.machine.off_reason!r}")
 
     def expect_ended(self, ranks: str) -> None:
         """Ranks that run no further step."""
         for rank in self.ranks(ranks):
-            _require(rank.is_dead, f"rank {rank.position} runs on")
+            _require(rank.is_dead, f"rank {rank.address.rank_id} runs on")
 
     def expect_planner(self, name: str, state: str) -> None:
         """Where the rollout machine is."""
@@ -309,8 +341,8 @@ class Stage:
     def expect_said(self, ranks: str, negated: str, kind: str) -> None:
         """What ranks ever sent."""
         for rank in self.ranks(ranks):
-            said = any(letter.source == str(rank.position) and letter.kind == kind for letter in self.mailbox.sent)
-            _require(said != bool(negated), f"rank {rank.position} said {'' if said else 'no '}{kind}")
+            said = any(letter.source == str(rank.address.rank_id) and letter.kind == kind for letter in self.mailbox.sent)
+            _require(said != bool(negated), f"rank {rank.address.rank_id} said {'' if said else 'no '}{kind}")
 
     def expect_sent(self, name: str, kind: str) -> None:
         """What a planner never sent."""

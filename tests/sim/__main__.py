@@ -8,6 +8,7 @@ python -m tests.sim --mutations             each rule of `mutations.py`: its scr
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import sys
 import time
@@ -15,9 +16,9 @@ from collections import Counter
 from contextlib import nullcontext
 
 from tests.sim.faults import FAULTS_S
-from tests.sim.many import results_of
+from tests.sim.many import results_of, searched
 from tests.sim.minimise import command_of, failure_of
-from tests.sim.mutations import MUTATIONS, search
+from tests.sim.mutations import MUTATIONS
 from tests.sim.run import Run
 
 BATCH = 50
@@ -36,7 +37,7 @@ def main() -> int:
     parser.add_argument("--mutation", choices=sorted(MUTATIONS), help="with --seed or --mutations: only this rule is off")
     options = parser.parse_args()
     if options.mutations:
-        return _mutations([options.mutation] if options.mutation else sorted(MUTATIONS), options.seeds)
+        return _mutations([options.mutation] if options.mutation else sorted(MUTATIONS), options.seeds, options.jobs)
     if options.seed is not None:
         return _one(options)
     return _many(range(options.first, options.first + options.seeds), options.jobs)
@@ -46,8 +47,8 @@ def _one(options: argparse.Namespace) -> int:
     without = frozenset(int(index) for index in options.without.split(",") if index)
     first_s, _, last_s = options.faulty.partition("-")
     mutation = MUTATIONS[options.mutation] if options.mutation else None
-    kinds = mutation.kinds if mutation is not None else ()
-    run = Run(options.seed, without=without, faulty_s=(float(first_s), float(last_s)), kinds=kinds)
+    fixed = mutation.focus if mutation is not None else None
+    run = Run(options.seed, without=without, faulty_s=(float(first_s), float(last_s)), fixed=fixed)
     with mutation.patched() if mutation is not None else nullcontext():
         violation = failure_of(run)
     if options.trace or violation is not None:
@@ -77,17 +78,16 @@ def _many(seeds: range, jobs: int) -> int:
     return 0
 
 
-def _mutations(names: list[str], seeds: int) -> int:
+def _mutations(names: list[str], seeds: int, jobs: int) -> int:
     missed = []
-    for name in names:
-        started_s = time.monotonic()
-        found = search(MUTATIONS[name], range(seeds))
-        took_s = time.monotonic() - started_s
-        if found is None:
-            missed.append(name)
-            print(f"{name:32} NOT FOUND in {seeds} seeds ({took_s:.1f} s)")
-        else:
-            print(f"{name:32} seed {found.seed}, {took_s:.1f} s: {found.reason}")
+    print(f"{'rule that is off':32} {'seeds':>6} {'CPU s':>6}  how it showed")
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        for name, found, took_s in pool.imap(searched, [(name, seeds) for name in names], chunksize=1):
+            if found is None:
+                missed.append(name)
+                print(f"{name:32} {seeds:6} {took_s:6.1f}  NOT FOUND", flush=True)
+            else:
+                print(f"{name:32} {found.seed + 1:6} {took_s:6.1f}  {found.reason}", flush=True)
     print(f"{len(names) - len(missed)} of {len(names)} rules that were switched off were found by search")
     return int(bool(missed))
 

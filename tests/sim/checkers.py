@@ -6,13 +6,14 @@ Invariants (docs/consistency.md): 1 one placement per batch, 2 weights follow th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import TYPE_CHECKING
 
+from agent.hook.chunk import ChunkMachine
 from eplb_service.control import Disarm, Disarmed, Flipped, FromRank, Hello, Live, LiveLayer, Refused, Stage, ToRank
 from eplb_service.control import RefusalCode as Code
 from eplb_service.generation import Generation, LiveMap
-from eplb_service.ids import ChunkId, Epoch, GroupId, LayerRef, chunk_epoch
+from eplb_service.ids import ChunkId, Epoch, GroupId, Incarnation, LayerRef, chunk_epoch
 from eplb_service.rollout.events import Alarm
 from tests.sim.model import weights_of
 from tests.sim.world import World
@@ -31,13 +32,18 @@ class Checkers:
         self._world = world
         self._engine: Engine | None = None
         self._changed: dict[Rank, set[LayerRef]] = {}
-        self._map_of_step: dict[int, int] = {}
+        self._map_of_step: dict[tuple[GroupId, int], int] = {}
         self._boundary_of_flip: dict[ChunkId, int] = {}
+        self._flippers: dict[ChunkId, set[Incarnation]] = {}
+        self._first_boundary: dict[int, int] = {}
+        self.lost: dict[LayerRef, set[int]] = {}
+        """Experts that lost ranks alone held, and that are not back."""
         self._never_flips: set[ChunkId] = set()
         self._stages: dict[ChunkId, tuple[object, ...]] = {}
         self._group_of: dict[ChunkId, GroupId] = {}
         self._published: dict[int, list[Mapping[LayerRef, int]]] = {}
         self._remembered: set[int] = set()
+        self._leaders: dict[int, set[str]] = {}
         self._started: set[tuple[int, int]] = set()
         self._answered: dict[Rank, Epoch] = {}
         self.epoch_seen = 0
@@ -50,6 +56,8 @@ class Checkers:
         self._engine = engine
         self._map_of_step.clear()
         self._boundary_of_flip.clear()
+        self._flippers.clear()
+        self.lost.clear()
         self._never_flips.clear()
         self._answered.clear()
         self.epoch_seen = 0
@@ -58,6 +66,41 @@ class Checkers:
     def stepped(self, rank: Rank) -> None:
         """A rank begins a step."""
         self._changed.setdefault(rank, set())
+
+    def entered(self, engine: Engine, rank: Rank, machine: ChunkMachine) -> None:
+        """A rank is about to go on in another group, with this machine: it forgets no number."""
+        before, after, who = rank.machine.ledger, machine.ledger, f"rank {rank.address.rank_id}"
+        for name in ("closed_id", "epoch_seen", "generation_seen", "flipped_id"):
+            was, now = getattr(before, name), getattr(after, name)
+            self._require(now >= was, f"invariant 4: {name} of {who} went back from {was:#x} to {now:#x} as the group formed")
+        for layer in rank.routed:
+            was, now = rank.routed[layer].generation, machine.live[layer].generation
+            self._require(now >= was, f"invariant 4: layer {layer} of {who} went back from {was} to {now} as the group formed")
+            held = set()
+            for peer in engine.ranks:
+                if not peer.is_new:
+                    first = peer.position * peer.shape.slots_per_rank
+                    held |= set(peer.routed[layer].row[first : first + peer.shape.slots_per_rank])
+            self.lost[layer] = set(range(rank.shape.num_logical)) - held
+        self._changed.setdefault(rank, set()).update(rank.routed)
+
+    def goes_on(self, rank: Rank, boundary: int) -> None:
+        """A rank enters a group after this boundary."""
+        assert self._engine is not None
+        known = self._first_boundary.setdefault(self._engine.group_id, boundary)
+        self._require(known == boundary, f"rank {rank.address.rank_id} goes on after boundary {boundary}, others after {known}")
+
+    def formed_again(self, engine: Engine) -> None:
+        """Every rank of another group is in it: all route alike, and what lost ranks alone flipped binds nobody any more."""
+        maps = {rank.digest for rank in engine.ranks}
+        self._require(len(maps) == 1, f"invariant 1: ranks go on with {len(maps)} maps after their group formed again")
+        self._require(
+            all(rank.machine.live == rank.routed for rank in engine.ranks), "a rank believes in another map than it routes by"
+        )
+        alive = {rank.address.incarnation for rank in engine.ranks}
+        for chunk in [chunk for chunk, flippers in self._flippers.items() if not flippers & alive]:
+            del self._boundary_of_flip[chunk], self._flippers[chunk]
+        self._answered.clear()
 
     def heard(self, rank: Rank, message: ToRank) -> None:
         """A planner's message reaches a rank of its address."""
@@ -86,9 +129,11 @@ class Checkers:
         chunk = stage.chunk_id
         self._changed.setdefault(rank, set()).update(change.layer for change in stage.layers)
         self._require(chunk not in self._never_flips, f"chunk {chunk:#x} flips, and a rank said that it never would")
+        self._flippers.setdefault(chunk, set()).add(rank.address.incarnation)
         known = self._boundary_of_flip.setdefault(chunk, rank.boundary)
         self._require(
-            known == rank.boundary, f"invariant 1: chunk {chunk:#x} flips at boundary {rank.boundary}, elsewhere at {known}"
+            rank.is_forming or known == rank.boundary,
+            f"invariant 1: chunk {chunk:#x} flips at boundary {rank.boundary}, elsewhere at {known}",
         )
         self._require(
             chunk_epoch(chunk) >= self._answered.get(rank, 0),
@@ -98,6 +143,7 @@ class Checkers:
         self._require(group == rank.address.group_id, f"chunk {chunk:#x} of group {group} flips in {rank.address.group_id}")
         published = self._published.get(stage.generation, [])
         for change in stage.layers:
+            self.lost[change.layer] = set()
             was = before[change.layer].generation
             self._require(
                 stage.generation > was, f"invariant 4: layer {change.layer} goes back from {was} to {stage.generation}"
@@ -115,22 +161,33 @@ class Checkers:
 
     def outcome_unknown(self, rank: Rank) -> None:
         """A rank's wait for a vote with an id failed: it may not run on."""
-        self._require(rank.is_dead, f"rank {rank.address.rank_id} runs on although it cannot know how its vote ended")
+        self._require(
+            rank.is_dead or rank.is_standing, f"rank {rank.address.rank_id} runs on although it cannot know how its vote ended"
+        )
 
     # ── the planner ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def published(self, generation: Generation) -> None:
-        """The store took a generation: its number names these rows, as long as anybody remembers it."""
+    def leads(self, name: str, epoch: int) -> None:
+        """A planner leads. A store that lost its data may give an epoch out twice."""
+        self._leaders.setdefault(epoch, set()).add(name)
+
+    def published(self, generation: Generation, *, overwrites: bool) -> None:
+        """The store took a generation: its number names these rows, as long as anybody remembers it.
+
+        Leaders that share an epoch can both give one number, when the store lost the first; digests tell the two apart, and
+        ranks take one of them. overwrites: the store held that number.
+        """
         digests = dict(generation.placement.row_digests())
         known = self._published.setdefault(generation.number, [])
-        if generation.number in self._remembered:
+        is_shared = len(self._leaders.get(generation.epoch, ())) > 1
+        if generation.number in self._remembered and (overwrites or not is_shared):
             self._require(digests in known, f"invariant 4: number {generation.number} is given to two placements")
         self._remembered.add(generation.number)
         known.append(digests)
 
-    def forget_numbers(self, known: int) -> None:
-        """Store, leader and ranks all lost what is above this number: it may be given again."""
-        self._remembered = {number for number in self._remembered if number <= known}
+    def forget_numbers(self, known: int, stored: Container[int] = ()) -> None:
+        """Leader and ranks lost what is above this number, the store all but these: the others may be given again."""
+        self._remembered = {number for number in self._remembered if number <= known or number in stored}
 
     def started(self, epoch: int, generation: int) -> None:
         """The store took the start of a rollout."""
@@ -153,9 +210,20 @@ class Checkers:
         )
 
     def adopted(self, name: str, epoch: int, life: int | None, live: LiveMap, reason: str) -> None:
-        """What a leader holds to be live is what every rank routes by. life: group that it leads."""
+        """What a leader holds to be live is what every rank routes by. life: group that it leads.
+
+        Of two leaders that a store gave one epoch each learns late what the other moved: its chunks are refused until then.
+        """
         engine = self._engine
-        if engine is None or life != engine.life or epoch < self.epoch_seen or not engine.is_running:
+        if len(self._leaders.get(epoch, ())) > 1:
+            return
+        if (
+            engine is None
+            or life != engine.group_id
+            or engine.forming is not None
+            or epoch < self.epoch_seen
+            or not engine.is_running
+        ):
             return
         self._world.counts["live maps checked"] += 1
         for rank in engine.ranks:
@@ -176,22 +244,26 @@ class Checkers:
             return
         changed, self._changed = self._changed, {}
         for rank, layers in changed.items():
-            if self._map_of_step.setdefault(rank.boundary, rank.digest) != rank.digest:
+            if rank.is_forming:
+                continue  # it runs no step; what it writes is looked at when it goes on
+            step = (rank.address.group_id, rank.boundary)
+            if self._map_of_step.setdefault(step, rank.digest) != rank.digest:
                 self._require(False, f"invariant 1: step {rank.boundary} is routed by different maps")
             if layers:
                 self._check_layers(rank, layers)
         if len(self._map_of_step) > 64:
-            newest = max(self._map_of_step)
-            self._map_of_step = {step: digest for step, digest in self._map_of_step.items() if step > newest - 8}
+            newest = sorted(self._map_of_step)[-32:]
+            self._map_of_step = {step: self._map_of_step[step] for step in newest}
 
     def _check_layers(self, rank: Rank, layers: set[LayerRef]) -> None:
         engine = self._engine
         assert engine is not None
-        shape = engine.shape
+        shape = rank.shape
         first = rank.position * shape.slots_per_rank
         for layer in sorted(layers):
             row = rank.routed[layer].row
-            self._require(set(row) - {-1} == set(range(shape.num_logical)), f"invariant 3: {layer} lost an expert")
+            missing = set(range(shape.num_logical)) - set(row)
+            self._require(missing <= self.lost.get(layer, set()), f"invariant 3: {layer} lost an expert")
             for slot in range(shape.slots_per_rank):
                 expert, held = row[first + slot], rank.slots[layer][slot]
                 if expert != -1 and held != weights_of(expert, rank.weights_version):

@@ -6,17 +6,21 @@ not follow the map are seen as what they are. Votes are read by the hook's own `
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 
 from agent.hook import ballot
 from agent.hook import chunk_events as hook
 from agent.hook.chunk import ChunkMachine
+from agent.hook.regroup import Agreement
 from eplb_service.control import Address, FromRank, LiveLayer, Pulse, Registration, Stage, ToRank
 from eplb_service.generation import LiveMap, as_loaded
-from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation
+from eplb_service.ids import ChunkId, GenerationNumber, GroupId, Incarnation, RankId
+from tests.sim import forming
 from tests.sim.checkers import Checkers
-from tests.sim.model import Shape, weights_of
+from tests.sim.forming import Forming, joining_machine
+from tests.sim.model import GARBAGE, Shape, weights_of
 from tests.sim.rank import Pace, Rank, Wires
 from tests.sim.staging import CopyFaults, StagingWorker
 from tests.sim.world import Clock, World
@@ -41,8 +45,18 @@ class Engine:
         self.at_next_vote: list[Callable[[], None]] = []
         """What happens just after a rank casts an id."""
         self.map_to_boot: Callable[[], LiveMap] = lambda: as_loaded(shape.linear())
+        self.base = shape
+        self.group_id = 0
+        self.can_reform = self.has_backups = False
+        """Of an engine that forms its group again in place; its ranks have backups of all experts."""
+        self.forming: Forming | None = None
+        self.known: dict[RankId, Rank] = {}
+        """Who had, or has, a rank id in this life: the last one."""
+        self.at_next_forming: list[Callable[[], None]] = []
+        """What happens while the group forms."""
+        self._loss = self._born = 0
         self._pace, self._copy_faults = pace, copy_faults
-        self._votes: dict[int, dict[int, list[int]]] = {}
+        self._votes: dict[tuple[GroupId, int], dict[int, list[int]]] = {}
         self._reload_at = -1
         self._registrations: dict[Address, Registration] = {}
 
@@ -52,11 +66,15 @@ class Engine:
         """All ranks start anew from one map (rank 0 asked for it and broadcast it)."""
         live = self.map_to_boot() if live is None else live
         self.life += 1
+        self.group_id += 1
+        self.shape, self.forming = self.base, None
+        self._loss += 1
         self.is_running, self.is_idle, self._reload_at = True, False, -1
         self._votes.clear()
         self.world.note("── the engine boots, life {}, map {}", self.life, f"{live.digest:#x}")
         self.ranks = [self._new_rank(position, live) for position in range(self.shape.num_ranks)]
-        self._registrations = {rank.address: self.shape.registration(rank.address, self.weights_version) for rank in self.ranks}
+        self.known = {rank.address.rank_id: rank for rank in self.ranks}
+        self._registrations = {rank.address: self._registration(rank) for rank in self.ranks}
         self.checkers.booted(self)
         if self.wires is not None:
             self.wires.formed()
@@ -66,7 +84,7 @@ class Engine:
 
     def _new_rank(self, position: int, live: LiveMap) -> Rank:
         shape, rank_id = self.shape, self.shape.rank_ids[position]
-        address = Address(rank_id, Incarnation(self.life * 100 + position), GroupId(self.life))
+        address = Address(rank_id, Incarnation(self.life * 1000 + position), GroupId(self.group_id))
         routed = {layer.layer: layer for layer in live.layers}
         first = position * shape.slots_per_rank
         slots = {
@@ -74,10 +92,13 @@ class Engine:
             for layer, row in routed.items()
         }
         machine = ChunkMachine(address, shape.rank_shape(rank_id), routed, weights_version=self.weights_version, off_reason="")
-        rank = Rank(position, address, machine, self._new_clock(), slots, dict(routed))
+        rank = Rank(shape, position, address, machine, self._new_clock(), slots, dict(routed))
         rank.weights_version = self.weights_version
         rank.worker = StagingWorker(self, rank, self._copy_faults)
         return rank
+
+    def _registration(self, rank: Rank) -> Registration:
+        return rank.shape.registration(rank.address, rank.weights_version, restores=self.has_backups)
 
     def _new_clock(self) -> Clock:
         if self._pace is None:
@@ -118,6 +139,120 @@ class Engine:
             self.die(rank, "the engine ends")
         self.world.after(restart_in_s, self.boot)
 
+    # ── other groups, in place ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def lose(self, why: str, within_s: float, *, joining: int = 0) -> None:
+        """The group is not whole, or not as it shall be: it forms again soon; where it cannot, all start anew."""
+        if not self.can_reform:
+            self.end(why, within_s)
+        elif self.is_running:
+            self._loss += 1
+            loss = self._loss
+            self.world.note("── the group is to form again: {}", why)
+            self.later(within_s, lambda: self.form(joining) if loss == self._loss else None)
+
+    def form(self, joining: int) -> None:
+        """With all that live; ranks that hang are ended first."""
+        chance = self._pace.chance if self._pace is not None else None
+        for rank in self.ranks:
+            if rank.is_stopped:
+                self.die(rank, "it hangs, and the group forms without it")
+        left = [rank for rank in self.ranks if not rank.is_dead and not rank.is_new]
+        for rank in self.ranks:
+            if rank.is_new:
+                self.die(rank, "it never joined")
+        if not left:
+            self.end("no rank is left", 0.5)
+            return
+        missing = max(0, self.base.num_ranks - len(left))
+        needed = -(-self.base.num_logical // self.base.slots_per_rank) - len(left)
+        if chance is not None:
+            joining += missing if self.world.is_calm or chance.random() < 0.5 else max(0, needed)
+        free = [
+            rank
+            for rank in range(self.base.first_rank, self.base.first_rank + 8)
+            if rank not in {r.address.rank_id for r in left}
+        ]
+        number = min(joining, len(free))
+        ids = [RankId(rank) for rank in (free[:number] if chance is None else chance.sample(free, number))]
+        if self.forming is not None:
+            self.forming.is_over = True
+        self.group_id += 1
+        after = [rank.address.rank_id for rank in left] + ids
+        if chance is not None:
+            chance.shuffle(after)
+        self.shape = self.base.of_group(tuple(after))
+        new = {rank_id: self._joining_rank(rank_id) for rank_id in ids}
+        members = {rank.address.rank_id: rank for rank in left} | new
+        self.ranks = [members[rank_id] for rank_id in after]
+        self.known |= members
+        self._reload_at = -1
+        self.is_idle = False
+        self.world.note("── the group forms again: ranks {}", str(after))
+        self.world.counts["formings"] += 1
+        self.forming = Forming(self, self.ranks, frozenset(ids), self.shape, chance or random.Random(0))
+        self.forming.begin()
+        if self.at_next_forming:
+            self.later(0.5, self.at_next_forming.pop())
+
+    def _joining_rank(self, rank_id: RankId) -> Rank:
+        self._born += 1
+        address = Address(rank_id, Incarnation(self.life * 1000 + 100 + self._born), GroupId(self.group_id))
+        machine = joining_machine(address, self.shape, self.weights_version)
+        slots = {layer: [GARBAGE] * self.shape.slots_per_rank for layer in machine.live}
+        position = self.shape.rank_ids.index(rank_id)
+        rank = Rank(self.shape, position, address, machine, self._new_clock(), slots, dict(machine.live))
+        rank.weights_version, rank.is_new = self.weights_version, True
+        rank.worker = StagingWorker(self, rank, self._copy_faults)
+        return rank
+
+    def give_up_group(self, rank: Rank) -> None:
+        """A rank leaves the group that was, as `Hook.reform` begins; weights that changed meanwhile are in its slots."""
+        rank.cast = None
+        self.handle(rank, hook.VotingOff("the vote group forms again"))
+        if rank.weights_version != self.weights_version:
+            self._reload(rank)
+        self.handle(rank, hook.Boundary(max(rank.boundary, 0), rank.weights_version))
+        self.handle(rank, hook.GroupEnded())
+
+    def enter(self, rank: Rank, machine: ChunkMachine, agreement: Agreement) -> None:
+        """A rank is of the new group: it writes its tables, registers and may step."""
+        self.checkers.entered(self, rank, machine)
+        self.checkers.goes_on(rank, forming.boundary_of(agreement, rank))
+        self._registrations.pop(rank.address, None)
+        rank.machine, rank.address, rank.shape = machine, machine.ledger.address, self.shape
+        rank.position = self.shape.rank_ids.index(rank.address.rank_id)
+        rank.routed = dict(machine.live)
+        rank.map_changed()
+        rank.boundary = forming.boundary_of(agreement, rank)
+        rank.is_forming = rank.is_standing = rank.is_voter_off = rank.is_cut_off = rank.is_new = False
+        rank.is_ready = True
+        self._registrations[rank.address] = self._registration(rank)
+        self.world.note("── rank {} is in group {}", rank.address.rank_id, rank.address.group_id)
+        if self.wires is not None:
+            self.wires.formed_again(rank)
+        if not any(peer.is_forming for peer in self.ranks):
+            self._formed()
+        if self._pace is not None:
+            self.later(0.0, self._step)
+
+    def _formed(self) -> None:
+        if self.forming is not None:
+            self.forming.is_over, self.forming = True, None
+        self.world.counts["groups formed again"] += 1
+        self.checkers.formed_again(self)
+        if not self.has_backups and any(self.checkers.lost.values()):
+            self.later(3.0, partial(self._give_up_group_of, self.group_id))
+
+    def _give_up_group_of(self, group: int) -> None:
+        if group == self.group_id:
+            self.end("experts are lost, and no rank has a backup", 0.5)
+
+    def not_served(self, why: str) -> None:
+        """The ranks agreed that no map is right for all of them."""
+        self.world.counts["not served"] += 1
+        self.end(why, 0.5)
+
     def stop(self, rank: Rank) -> None:
         """SIGSTOP: the process does nothing, and nobody is told."""
         rank.is_stopped = True
@@ -153,8 +288,14 @@ class Engine:
         """Let every rank pass its next boundary that may: nobody is more than one boundary ahead."""
         ranks, idle = self.ranks, self.world.now < self.idle_until_s
         for rank in ranks:
-            least = min([peer.boundary for peer in ranks])
-            if idle and all(peer.boundary == least for peer in ranks):
+            if not self.is_running or rank not in self.ranks:
+                return
+            if rank.is_forming or rank.is_standing:
+                continue
+            if self.forming is not None and rank.boundary >= self.forming.first_boundary:
+                continue  # its step waits for ranks that are not there yet
+            least = min([peer.boundary for peer in ranks if not peer.is_forming])
+            if idle and self.forming is None and all(peer.boundary == least for peer in ranks):
                 self._go_idle()
                 return
             if rank.is_ready and rank.boundary == least and not rank.is_stopped:
@@ -205,20 +346,20 @@ class Engine:
         self.handle(rank, hook.Boundary(boundary, rank.weights_version))
         if boundary % self.shape.vote_period == 0:
             self._vote(rank, boundary)
-        if not rank.is_dead:
+        if not rank.is_dead and not rank.is_standing:
             self.checkers.stepped(rank)
 
     def _vote(self, rank: Rank, boundary: int) -> None:
         self.resolve_vote(rank)
         self._look_at_zero(rank, boundary - self.shape.vote_period)
-        if rank.is_dead:
+        if rank.is_dead or rank.is_standing:
             return
         self.handle(rank, hook.FlipDue(boundary))
         if rank.is_leaving:
             self._take_part(rank, boundary, ballot.ballot(ballot.LEAVING, hook.NO_CHUNK))
             self.die(rank, "it left")
             if self._pace is not None:
-                self.later(1.0, lambda: self.end("a rank left", 0.5))
+                self.later(1.0, lambda: self.lose("a rank left", 0.5))
         elif not rank.is_voter_off:
             self.handle(rank, hook.VoteDue(boundary))
 
@@ -229,7 +370,7 @@ class Engine:
         for layer, live in rank.routed.items():
             experts = live.row[first : first + self.shape.slots_per_rank]
             rank.slots[layer] = [weights_of(expert, rank.weights_version) for expert in experts]
-        self._registrations[rank.address] = self.shape.registration(rank.address, rank.weights_version)
+        self._registrations[rank.address] = self._registration(rank)
 
     # ── votes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -243,11 +384,12 @@ class Engine:
             self.later(0.001, self.at_next_vote.pop())
 
     def _take_part(self, rank: Rank, boundary: int, values: list[int]) -> None:
-        votes = self._votes.setdefault(boundary, {})
+        group = rank.address.group_id
+        votes = self._votes.setdefault((group, boundary), {})
         votes[rank.position] = values
-        if len(votes) < self.shape.num_ranks:
+        if len(votes) < rank.shape.num_ranks:
             return
-        self._votes.pop(boundary - 3 * self.shape.vote_period, None)
+        self._votes.pop((group, boundary - 3 * self.shape.vote_period), None)
         if self._pace is not None:
             for peer in self.ranks:  # waiter threads may know it before the next vote
                 if peer.cast is not None:
@@ -277,9 +419,11 @@ class Engine:
         if rank.cast is None:
             return
         (boundary, chunk), rank.cast = rank.cast, None
-        votes = self._votes.get(boundary, {})
+        votes = self._votes.get((rank.address.group_id, boundary), {})
+        if len(votes) < rank.shape.num_ranks and (self.forming is not None or any(peer.is_dead for peer in self.ranks)):
+            rank.is_cut_off = True  # whoever died or left before it voted leaves the others without an answer
         outcome, detail = hook.Outcome.UNKNOWN, "no answer in time"
-        if len(votes) == self.shape.num_ranks and not rank.is_cut_off:
+        if len(votes) == rank.shape.num_ranks and not rank.is_cut_off:
             minimum = [min(values) for values in zip(*votes.values(), strict=True)]
             outcome, detail = ballot.read_ballot(minimum, boundary=boundary, chunk=ChunkId(chunk))
         if outcome in (hook.Outcome.UNKNOWN, hook.Outcome.DIVERGED):
@@ -288,8 +432,8 @@ class Engine:
 
     def _look_at_zero(self, rank: Rank, boundary: int) -> None:
         """A vote that was cast for nothing is looked at too: somebody may have left in it."""
-        votes = self._votes.get(boundary)
-        if votes is not None and not rank.is_voter_off and len(votes) == self.shape.num_ranks:
+        votes = self._votes.get((rank.address.group_id, boundary))
+        if votes is not None and not rank.is_voter_off and len(votes) == rank.shape.num_ranks:
             low, negative_high = min(values[0] for values in votes.values()), min(values[1] for values in votes.values())
             if low != -negative_high:
                 self._voter_off(rank, f"a rank left the vote group at boundary {boundary}")
@@ -303,8 +447,8 @@ class Engine:
 
     def receive(self, message: ToRank) -> None:
         """A planner's message arrives at its rank (or at whoever has its id now)."""
-        if self.is_running:
-            rank = self.ranks[self.shape.rank_ids.index(message.to.rank_id)]
+        rank = self.known.get(message.to.rank_id)
+        if self.is_running and rank is not None:
             self.checkers.heard(rank, message)
             self.handle(rank, hook.Received(message))
 
@@ -346,9 +490,13 @@ class Engine:
         self.world.counts["ranks that stopped themselves"] += 1
         reloaded = rank.boundary - self._reload_at <= self.shape.vote_period and self._reload_at >= 0
         self.checkers.fail_stopped(rank, excused=rank.is_cut_off or reloaded)
-        self.die(rank, reason)
-        if self._pace is not None:
-            self.end("a rank stopped itself", self._pace.chance.uniform(0.5, 2.0))
+        if self.can_reform:
+            rank.is_standing = True
+            self.world.note("── rank {} runs no further step: {}", rank.address.rank_id, reason)
+        else:
+            self.die(rank, reason)
+        if self._pace is not None and not rank.is_forming:
+            self.lose("a rank stands still", self._pace.chance.uniform(0.2, 2.0))
 
     def _flip(self, rank: Rank, stage: Stage, boundary: int) -> None:
         before = dict(rank.routed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from agent.hook.chunk_events import ChunkState
+from tests.sim.profile import Profile
 from tests.sim.store import STORE
 from tests.sim.wires import AgentWires
 from tests.sim.world import Clock
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from tests.sim.run import Run
 
 FAULTS_S = 14.0
-INCIDENTS_MAX = 7
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Incident:
         FAULTS[self.kind](run, run.world.chance(f"incident {self.index}"))
 
 
-def incidents_of(chance: random.Random, only: tuple[str, ...]) -> list[Incident]:
-    """Those of one run. only: of these kinds, and not few; empty = of any."""
-    kinds = sorted(only or FAULTS)
-    number = INCIDENTS_MAX if only else chance.randint(0, INCIDENTS_MAX)
-    return [Incident(index, chance.uniform(0.5, FAULTS_S), chance.choice(kinds)) for index in range(number)]
+def incidents_of(chance: random.Random, profile: Profile) -> list[Incident]:
+    """Those of one run."""
+    return [
+        Incident(index, chance.uniform(0.5, FAULTS_S), chance.choice(profile.kinds)) for index in range(profile.num_incidents)
+    ]
 
 
 # ── planners ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -48,7 +48,7 @@ def _take_over(run: Run, chance: random.Random) -> None:
     old = run.leader
     run.new_planner()
     if chance.random() < 0.5:
-        run.store.clock.jump(5.0)  # the lease of the old one is over
+        run.store.clock.jump(4 * run.profile.lease_s)  # the lease of the old one is over
     else:
         run.network.cut(old.name, STORE, 4.0)
 
@@ -69,6 +69,13 @@ def _cut_planner_off(run: Run, chance: random.Random) -> None:
                 run.world.after(0.8, lambda stream=stream: wires.end_stream(stream, "no sign of life"))  # type: ignore[misc]
 
 
+def _isolate_planner(run: Run, chance: random.Random) -> None:
+    """Nothing passes between the planner and any node."""
+    seconds = chance.uniform(0.5, 4.0)
+    for node in sorted({run.shape.node_of(position) for position in range(run.shape.num_ranks)}):
+        run.network.cut(run.leader.name, node, seconds)
+
+
 def _cut_store_off(run: Run, chance: random.Random) -> None:
     run.network.cut(run.leader.name, STORE, chance.uniform(0.5, 4.0))
 
@@ -85,6 +92,19 @@ def _break_stream(run: Run, chance: random.Random) -> None:
 def _lose_store(run: Run, _chance: random.Random) -> None:
     run.store.lose()
     run.forget()
+
+
+def _leaders_of_one_epoch(run: Run, chance: random.Random) -> None:
+    """The store loses everything, and another planner gets the epoch that the old one has."""
+    _lose_store(run, chance)
+    run.world.after(0.3 * chance.random(), lambda: None if run.world.is_calm else run.new_planner())
+
+
+def _deaf_leader(run: Run, chance: random.Random) -> None:
+    """A machine with the store and a rank on it is lost: leaders of one epoch, of which the new one soon hears no rank."""
+    _leaders_of_one_epoch(run, chance)
+    _crash_rank(run, chance)
+    run.world.after(chance.uniform(0.5, 1.5), lambda: None if run.world.is_calm else _isolate_planner(run, chance))
 
 
 def _store_goes_back(run: Run, _chance: random.Random) -> None:
@@ -112,7 +132,27 @@ def _conflict(run: Run, _chance: random.Random) -> None:
 def _crash_rank(run: Run, chance: random.Random) -> None:
     if run.engine.is_running:
         run.engine.die(chance.choice(run.engine.ranks), "killed")
-        run.engine.end("a rank died", chance.uniform(0.5, 3.0))
+        run.engine.lose("a rank died", chance.uniform(*run.profile.restart_s))
+
+
+def _crash_ranks(run: Run, chance: random.Random) -> None:
+    """Several at once, the first of the group among them."""
+    if run.engine.is_running:
+        for rank in dict.fromkeys((run.engine.ranks[0], chance.choice(run.engine.ranks))):
+            run.engine.die(rank, "killed")
+        run.engine.lose("ranks died", chance.uniform(*run.profile.restart_s))
+
+
+def _crash_while_forming(run: Run, chance: random.Random) -> None:
+    """A rank dies, and another one while the group forms again."""
+    _crash_rank(run, chance)
+    run.engine.at_next_forming.append(lambda: None if run.world.is_calm else _crash_rank(run, chance))
+
+
+def _join(run: Run, chance: random.Random) -> None:
+    """One more rank, where the engine can form its group again."""
+    if run.engine.is_running and run.engine.can_reform:
+        run.engine.lose("a rank joins", chance.uniform(*run.profile.restart_s), joining=1)
 
 
 def _stop_rank(run: Run, chance: random.Random) -> None:
@@ -168,14 +208,21 @@ FAULTS: Mapping[str, Callable[[Run, random.Random], None]] = {
     "take-overs": _take_over,
     "planners killed": _kill_planner,
     "planners cut off": _cut_planner_off,
+    "planners isolated": _isolate_planner,
+    "store and rank lost, the leader deaf": _deaf_leader,
     "planners cut off the store": _cut_store_off,
     "streams broken": _break_stream,
     "stores lost": _lose_store,
+    "leaders of one epoch": _leaders_of_one_epoch,
     "stores gone back": _store_goes_back,
     "stores away": _store_away,
     "documents of others": _conflict,
     "rank crashes": _crash_rank,
     "ranks stopped": _stop_rank,
+    "several ranks crash": _crash_ranks,
+    "rank crashes while the group forms": _crash_while_forming,
+    "ranks that join": _join,
+    "several ranks crash in a vote": _in_a_vote(_crash_ranks),
     "rank crashes in a vote": _in_a_vote(_crash_rank),
     "ranks stopped in a vote": _in_a_vote(_stop_rank),
     "ranks that leave": _leave,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections import Counter
 from collections.abc import Iterator
 
 from tests.sim.minimise import report_of
+from tests.sim.mutations import MUTATIONS, Found, search
 from tests.sim.run import Run
 from tests.sim.world import ViolationError
 
@@ -35,3 +37,11 @@ def results_of(batches: list[range], jobs: int) -> Iterator[Result]:
         return
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         yield from pool.imap_unordered(run_batch, batches)
+
+
+def searched(task: tuple[str, int]) -> tuple[str, Found | None, float]:
+    """A rule by its name and how many seeds to try; with what was found, and seconds of processor time."""
+    name, seeds = task
+    began_s = time.process_time()
+    found = search(MUTATIONS[name], range(seeds))
+    return name, found, time.process_time() - began_s

@@ -49,14 +49,14 @@ def _smaller(run: Run) -> Iterator[Run]:
     """Runs that are one step smaller."""
     first_s, last_s = run.faulty_s
     if last_s > first_s:
-        yield Run(run.seed, without=run.without, faulty_s=(0.0, 0.0))
+        yield Run(run.seed, fixed=run.fixed, without=run.without, faulty_s=(0.0, 0.0))
     for incident in run.incidents:
         if incident.index not in run.without:
-            yield Run(run.seed, without=run.without | {incident.index}, faulty_s=run.faulty_s)
+            yield Run(run.seed, fixed=run.fixed, without=run.without | {incident.index}, faulty_s=run.faulty_s)
     if last_s - first_s > 0.5:
         middle_s = round((first_s + last_s) / 2, 2)
-        yield Run(run.seed, without=run.without, faulty_s=(first_s, middle_s))
-        yield Run(run.seed, without=run.without, faulty_s=(middle_s, last_s))
+        yield Run(run.seed, fixed=run.fixed, without=run.without, faulty_s=(first_s, middle_s))
+        yield Run(run.seed, fixed=run.fixed, without=run.without, faulty_s=(middle_s, last_s))
 
 
 def command_of(run: Run) -> str:

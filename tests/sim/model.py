@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,7 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from agent.hook.stage_check import LayerShape, RankShape
-from eplb_service.control import Address, LayerInfo, LiveLayer, ModelInfo, Registration
+from eplb_service.control import CAPABILITY_RESTORE, Address, LayerInfo, LiveLayer, ModelInfo, Registration
+from eplb_service.coverage import unreachable
 from eplb_service.generation import LiveMap
 from eplb_service.ids import DeploymentId, LayerRef, Phase, RankId
 from eplb_service.placement import Int32Array, Placement, Table
@@ -29,7 +31,7 @@ def weights_of(expert: int, version: int) -> int:
 
 @dataclass(frozen=True)
 class Shape:
-    """What stays the same through all lives of the engine."""
+    """What stays the same through all lives of the engine. ranks: of a group that formed again; empty = numbered through."""
 
     num_ranks: int
     slots_per_rank: int
@@ -38,11 +40,12 @@ class Shape:
     is_weighted: bool = False
     first_rank: int = 0
     num_nodes: int = 2
+    ranks: tuple[RankId, ...] = ()
 
     @classmethod
-    def drawn(cls, chance: random.Random, *, is_weighted: bool) -> Shape:
+    def drawn(cls, chance: random.Random, *, num_ranks: int, is_weighted: bool) -> Shape:
         """A small one."""
-        num_ranks, slots = chance.choice([2, 3, 3, 4]), chance.choice([2, 3])
+        slots = chance.choice([2, 3])
         return cls(
             num_ranks=num_ranks,
             slots_per_rank=slots,
@@ -55,7 +58,7 @@ class Shape:
     @cached_property
     def rank_ids(self) -> tuple[RankId, ...]:
         """In column order."""
-        return tuple(RankId(self.first_rank + position) for position in range(self.num_ranks))
+        return self.ranks or tuple(RankId(self.first_rank + position) for position in range(self.num_ranks))
 
     @property
     def num_slots(self) -> int:
@@ -67,9 +70,13 @@ class Shape:
         """Every layer fits alone, two seldom do."""
         return self.slots_per_rank * EXPERT_BYTES
 
-    def node_of(self, position: int) -> str:
+    def of_group(self, ranks: tuple[RankId, ...]) -> Shape:
+        """The same deployment with other ranks."""
+        return dataclasses.replace(self, num_ranks=len(ranks), ranks=ranks)
+
+    def node_of(self, rank_id: int) -> str:
         """Where a rank runs; its agent process is of the same name."""
-        return f"A{position % self.num_nodes}"
+        return f"A{rank_id % self.num_nodes}"
 
     def linear(self) -> Placement:
         """What an engine loads by itself."""
@@ -100,7 +107,7 @@ class Shape:
             weighted=self.is_weighted,
         )
 
-    def registration(self, address: Address, weights_version: int) -> Registration:
+    def registration(self, address: Address, weights_version: int, *, restores: bool = False) -> Registration:
         """What a rank says of itself."""
         layers = tuple(
             LayerInfo(
@@ -111,7 +118,7 @@ class Shape:
         return Registration(
             deployment=DEPLOYMENT,
             address=address,
-            node=self.node_of(self.rank_ids.index(address.rank_id)),
+            node=self.node_of(address.rank_id),
             group_rank_ids=self.rank_ids,
             phase=Phase.DECODE,
             stage=0,
@@ -124,18 +131,20 @@ class Shape:
             staging_bytes=self.staging_bytes,
             replica_table_width=self.num_slots,
             weights_version=weights_version,
+            capabilities=(CAPABILITY_RESTORE,) if restores else (),
         )
 
     # ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def random_target(self, live: LiveMap, chance: random.Random) -> Placement:
-        """Some layers get another covering row; under weighted dispatch other shares too, or those alone."""
+        """Some layers, and all that lost experts, get another covering row; under weighted dispatch shares too."""
         rows, shares = {}, {}
-        for layer in chance.sample(LAYERS, chance.randint(1, len(LAYERS))):
-            if self.is_weighted and chance.random() < 0.4:
+        lost = unreachable(live.placement)
+        for layer in sorted({*lost, *chance.sample(LAYERS, chance.randint(1, len(LAYERS)))}):
+            if self.is_weighted and layer not in lost and chance.random() < 0.4:
                 shares[layer] = self._random_shares(live.placement.row(layer), chance)
                 continue
-            spare = self.num_slots - self.num_logical
+            spare = live.placement.row(layer).size - self.num_logical
             row = [*range(self.num_logical), *(chance.randint(-1, self.num_logical - 1) for _ in range(spare))]
             chance.shuffle(row)
             rows[layer] = np.array(row, np.int32)
@@ -147,6 +156,14 @@ class Shape:
         """Rows of some layers turned round by some slots: another placement each time, and easy to read."""
         return live.placement.with_rows({layer: np.roll(live.placement.row(layer), by) for layer in layers})
 
+    def whole_target(self, live: LiveMap) -> Placement:
+        """Every expert once, from the first slot on, and the first ones again."""
+        rows = {}
+        for layer in LAYERS:
+            size = live.placement.row(layer).size
+            rows[layer] = np.arange(size, dtype=np.int32) % self.num_logical
+        return live.placement.with_rows(rows)
+
     def swapped_target(self, live: LiveMap, one: int, other: int) -> Placement:
         """The first layer with two slots changed for one another."""
         row = live.placement.row(LAYERS[0]).copy()
@@ -157,5 +174,6 @@ class Shape:
         """Each expert's tokens split at random over its slots. Shape (P,)."""
         weights = np.array([chance.randint(1, 4) for _ in row], np.float64)
         totals = np.bincount(row[row >= 0], weights=weights[row >= 0], minlength=self.num_logical)
-        shares: Float32Array = np.where(row >= 0, weights / totals[row], 0.0).astype(np.float32)
+        held = np.where(row >= 0, totals[row], 1.0)
+        shares: Float32Array = np.where(row >= 0, weights / held, 0.0).astype(np.float32)
         return shares

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from unittest.mock import patch
 
-from agent.hook import ballot, chunk
+from agent.hook import ballot, chunk, regroup
 from agent.hook import chunk_events as hook
 from agent.hook.chunk import ChunkMachine
 from agent.hook.chunk_ledger import Ledger
+from agent.hook.reform import NotServed, Reformed, Standing, decide
 from agent.hook.stage_check import check_stage
 from eplb_service.control import Disarm, Disarmed, Flipped, Live, RefusalCode
 from eplb_service.generation import AS_LOADED, LiveMap
@@ -30,8 +31,9 @@ from eplb_service.rollout.open_chunk import FlippedEverywhere, NeverFlips, OpenC
 from eplb_service.rollout.run import Run as RolloutRun
 from eplb_service.store.base import Write
 from eplb_service.store.memory import DeploymentState
-from tests.sim import planner, staging
+from tests.sim import forming, planner, staging
 from tests.sim.minimise import failure_of
+from tests.sim.profile import Fixed
 from tests.sim.run import Run
 
 Patches = Sequence[tuple[object, str, object]]
@@ -41,12 +43,12 @@ Patches = Sequence[tuple[object, str, object]]
 class Mutation:
     """One rule, switched off. rule: what is lost. patches: (owner, attribute, replacement).
 
-    kinds: faults that a search looks at; empty = all, as in any run.
+    focus: what a search for its violation does not leave to the seeds: the surroundings that the rule is about (`profile.py`).
     """
 
     rule: str
     patches: Callable[[], Patches]
-    kinds: tuple[str, ...] = ()
+    focus: Fixed = field(default_factory=dict)
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -77,12 +79,16 @@ class Found:
 
 
 def search(mutation: Mutation, seeds: range) -> Found | None:
-    """The first seed that fails, by a violation and not by an error of what took the rule's place."""
-    with mutation.patched():
-        for seed in seeds:
-            violation = failure_of(Run(seed, kinds=mutation.kinds))
-            if violation is not None and violation.__cause__ is None:
-                return Found(seed, str(violation).partition("\n")[0][:160])
+    """The first seed that fails, by a violation and not by an error of what took the rule's place.
+
+    Nothing is scripted: the rule is off, and random courses of its surroundings are run under the checkers of every run. The
+    same seed must hold with the rule on.
+    """
+    for seed in seeds:
+        with mutation.patched():
+            violation = failure_of(Run(seed, fixed=mutation.focus))
+        if violation is not None and violation.__cause__ is None and failure_of(Run(seed, fixed=mutation.focus)) is None:
+            return Found(seed, str(violation).partition("\n")[0][:160])
     return None
 
 
@@ -218,6 +224,62 @@ def _no_checksums() -> Patches:
     return [(staging.StagingWorker, "_differs", lambda self, job: False)]
 
 
+# ── a group that forms again ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _flips_are_not_finished() -> Patches:
+    real = decide
+
+    def forgetful(standings: Sequence[Standing], *, vote_period: int) -> Reformed | NotServed:
+        decided = real(standings, vote_period=vote_period)
+        return dataclasses.replace(decided, flips=frozenset()) if isinstance(decided, Reformed) else decided
+
+    return [(regroup, "decide", forgetful)]
+
+
+def _stale_staging_is_flipped() -> Patches:
+    real_decide, real_formed = decide, ChunkMachine._on_group_formed
+
+    def blind(standings: Sequence[Standing], *, vote_period: int) -> Reformed | NotServed:
+        return real_decide([dataclasses.replace(one, can_flip=True) for one in standings], vote_period=vote_period)
+
+    def eager(self: ChunkMachine, event: hook.GroupFormed, now: float) -> None:
+        self._stale_weights = False
+        real_formed(self, event, now)
+
+    return [(regroup, "decide", blind), (chunk._ACTIONS, hook.GroupFormed, eager)]  # type: ignore[list-item]
+
+
+def _staging_goes_with_the_group() -> Patches:
+    real = ChunkMachine._on_group_ended
+
+    def hasty(self: ChunkMachine, event: hook.GroupEnded, now: float) -> None:
+        real(self, event, now)
+        if self._state is hook.ChunkState.UNRESOLVED:
+            self._out.append(hook.ReleaseStaging(self.open_id))
+
+    return [(chunk._ACTIONS, hook.GroupEnded, hasty)]  # type: ignore[list-item]
+
+
+def _forgets(**numbers: int) -> Callable[[], Patches]:
+    def patches() -> Patches:
+        real = regroup.ledger_after
+
+        def forgetful(*arguments: Any, **named: Any) -> Ledger:
+            ledger = real(*arguments, **named)
+            for name, number in numbers.items():
+                setattr(ledger, name, number)
+            return ledger
+
+        return [(regroup, "ledger_after", forgetful)]
+
+    return patches
+
+
+def _boundaries_are_not_agreed() -> Patches:
+    return [(forming, "boundary_of", lambda agreement, rank: rank.boundary)]
+
+
 # ── the planner ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -287,47 +349,149 @@ def _publishing_overwrites() -> Patches:
     return [(DeploymentState, "write", blind)]
 
 
+_SURE_COPIES: Fixed = {"fail_share": 0.0, "corrupt_share": 0.0, "memory_share": 0.0, "slow_copy_share": 0.0}
+_OLD_MESSAGES: Fixed = {
+    **_SURE_COPIES,
+    "num_ranks": 2,
+    "drop_share": 0.0,
+    "repeat_share": 0.8,
+    "repeats": 6,
+    "repeat_s": 6.0,
+    "is_through_agents": False,
+}
+"""Two ranks, and a network that brings messages again and again for long, past everything that keeps planners apart."""
+_CRASHES: Fixed = {
+    **_OLD_MESSAGES,
+    "kinds": ("rank crashes", "rank crashes in a vote"),
+    "num_incidents": 7,
+    "restart_s": (0.02, 0.1),
+}
+_TWO_COPIES: Fixed = {
+    "num_ranks": 2,
+    "fail_share": 0.4,
+    "slow_copy_share": 0.5,
+    "corrupt_share": 0.0,
+    "memory_share": 0.0,
+    "stage_timeout_s": 4.0,
+    "plan_s": 0.3,
+}
+"""Copies of which one fails early and the other takes long."""
+_TWO_LEADERS: Fixed = {**_SURE_COPIES, "num_ranks": 2, "num_incidents": 6, "cancel_share": 0.0, "is_through_agents": False}
+_FORMINGS: Fixed = {
+    **_SURE_COPIES,
+    "can_reform": True,
+    "has_backups": True,
+    "kinds": ("rank crashes in a vote", "ranks stopped in a vote", "several ranks crash in a vote", "reloads"),
+    "num_incidents": 7,
+    "restart_s": (0.05, 0.3),
+    "plan_s": 0.3,
+}
+
 MUTATIONS: dict[str, Mutation] = {
     "one id is enough": Mutation("a vote passes only when every rank cast the id", _one_id_is_enough),
     "unknown is no": Mutation("a rank that cannot know how its vote ended runs no further step", _unknown_is_no),
     "flip when known": Mutation("a passed chunk flips at the boundary of the next vote", _flip_when_known),
     "disarmed during a vote": Mutation("Disarmed is said only after a vote already cast is resolved", _disarmed_during_vote),
     "no tombstone": Mutation(
-        "a closed id is never staged or armed again", _no_tombstone, ("planners cut off", "streams broken")
+        "a closed id is never staged or armed again",
+        _no_tombstone,
+        {
+            **_OLD_MESSAGES,
+            "kinds": ("planners cut off",),
+            "faulty_messages": ("Arm", "Stage"),
+            "cancel_share": 0.8,
+            "plan_s": 4.0,
+        },
     ),
     "obeys older epochs": Mutation(
-        "a chunk of an epoch below the highest seen is refused", _obeys_older_epochs, ("take-overs",)
+        "a chunk of an epoch below the highest seen is refused",
+        _obeys_older_epochs,
+        {
+            **_TWO_LEADERS,
+            "kinds": ("take-overs",),
+            "faulty_messages": ("Live", "Stage"),
+            "drop_share": 0.3,
+            "repeat_share": 0.0,
+            "slow_share": 0.5,
+            "slow_s": 3.0,
+        },
     ),
     "replies with an open chunk": Mutation("Hello is answered only while no chunk is open", _replies_with_an_open_chunk),
     "messages of another life": Mutation(
-        "what is addressed to another life or group is dropped", _message_of_another_life, ("rank crashes",)
+        "what is addressed to another life or group is dropped",
+        _message_of_another_life,
+        {**_CRASHES, "faulty_messages": ("Arm", "Stage"), "cancel_share": 0.0, "plan_s": 2.0},
     ),
-    "busy is ignored": Mutation("one open chunk on a rank", _busy_is_ignored, ("streams broken", "take-overs")),
+    "busy is ignored": Mutation(
+        "one open chunk on a rank",
+        _busy_is_ignored,
+        {**_TWO_COPIES, "num_incidents": 0, "faulty_messages": ("Disarm",), "drop_share": 0.5, "repeat_share": 0.0},
+    ),
     "staging is not quiesced": Mutation(
         "staging is used again only after a cancelled copy ended",
         _staging_is_not_quiesced,
-        ("planners killed", "reloads", "take-overs"),
+        {**_TWO_COPIES, "num_incidents": 0, "drop_share": 0.0, "quiesce_s": 3.0},
     ),
     "old rows are not compared": Mutation(
-        "a chunk starts from the row that the rank routes by", _old_rows_are_not_compared, ("stores lost", "take-overs")
+        "a chunk starts from the row that the rank routes by",
+        _old_rows_are_not_compared,
+        {
+            **_TWO_LEADERS,
+            "kinds": ("store and rank lost, the leader deaf",),
+            "drop_share": 0.0,
+            "repeat_share": 0.0,
+            "slow_share": 0.0,
+            "restart_s": (0.02, 0.1),
+            "can_reform": False,
+            "lease_s": 6.0,
+            "plan_s": 1.5,
+        },
     ),
     "weights may change": Mutation("a new weights version closes what is staged or armed", _weights_may_change),
     "no checksums": Mutation("what was copied is compared with what was sent", _no_checksums),
     "one flip for all": Mutation("a chunk is done when every rank said Flipped", _one_flip_for_all),
     "silence is a withdrawal": Mutation("a chunk is given up only with a proof that it never flips", _silence_is_a_withdrawal),
     "first reply counts": Mutation(
-        "the live map is what all ranks reply", _first_reply_counts, ("planners killed", "take-overs")
+        "the live map is what all ranks reply", _first_reply_counts, {"kinds": ("planners killed", "take-overs")}
     ),
     "answers of another group": Mutation(
-        "the planner drops what another life or group says", _answers_of_another_group, ("rank crashes", "streams broken")
+        "the planner drops what another life or group says",
+        _answers_of_another_group,
+        {**_CRASHES, "faulty_messages": ("Live",), "plan_s": 0.3},
     ),
     "sends before the store has it": Mutation("persist before send", _sends_before_the_store_has_it),
     "numbers of the store alone": Mutation("the next generation is 1 + max(store, all ranks)", _numbers_of_the_store_alone),
     "all leaders count from one": Mutation(
-        "chunk ids begin at random within an epoch", _all_leaders_count_from_one, ("stores lost", "take-overs")
+        "chunk ids begin at random within an epoch",
+        _all_leaders_count_from_one,
+        {"kinds": ("leaders of one epoch", "stores lost", "take-overs"), "num_incidents": 7},
     ),
     "publishing overwrites": Mutation(
-        "a generation is published only where there is none", _publishing_overwrites, ("stores lost", "take-overs")
+        "a generation is published only where there is none",
+        _publishing_overwrites,
+        {"kinds": ("leaders of one epoch", "stores lost", "take-overs"), "num_incidents": 7},
+    ),
+    "flips are not finished": Mutation(
+        "as a group forms again, a chunk that one rank flipped is flipped by all that voted for it",
+        _flips_are_not_finished,
+        _FORMINGS,
+    ),
+    "stale staging is flipped": Mutation(
+        "as a group forms again, nothing is flipped that was staged of other weights", _stale_staging_is_flipped, _FORMINGS
+    ),
+    "staging goes with the group": Mutation(
+        "what was voted for stays in staging until the group formed again", _staging_goes_with_the_group, _FORMINGS
+    ),
+    "tombstone is not carried over": Mutation(
+        "ids that are closed stay closed in the next group", _forgets(closed_id=0), _FORMINGS
+    ),
+    "numbers are not carried over": Mutation(
+        "a rank knows the highest epoch and generation in the next group too",
+        _forgets(epoch_seen=0, generation_seen=0),
+        _FORMINGS,
+    ),
+    "boundaries are not agreed": Mutation(
+        "all ranks of a group that formed again go on at one boundary", _boundaries_are_not_agreed, _FORMINGS
     ),
 }
 """By name; docs/consistency.md lists them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from tests.sim.profile import Profile
 from tests.sim.world import World
 
 
@@ -21,22 +22,17 @@ class Network(Protocol):
 class FaultyNetwork:
     """A network of one seed. Every message has its own fate and delay, so any two may change places.
 
-    faulty_s: from when until when it loses, repeats and delays; delays of up to 60 ms are always there. storm: it repeats most.
+    faulty_s: from when until when it loses, repeats and delays; delays of up to 60 ms are always there.
     """
 
-    def __init__(self, world: World, faulty_s: tuple[float, float], *, storm: bool = False) -> None:
-        self._world, self._faulty_s = world, faulty_s
-        self._chance = chance = world.chance("network")
-        self.drop_share = chance.choice([0.0, 0.02, 0.1, 0.25])
-        self.repeat_share = chance.choice([0.0, 0.05, 0.3])
-        self.slow_share = chance.choice([0.0, 0.05, 0.2])
-        if storm:
-            self.drop_share, self.repeat_share, self.slow_share = 0.1, 0.7, 0.1
+    def __init__(self, world: World, faulty_s: tuple[float, float], profile: Profile) -> None:
+        self._world, self._faulty_s, self._profile = world, faulty_s, profile
+        self._chance = world.chance("network")
         self._cut_until_s: dict[frozenset[str], float] = {}
 
     def send(self, source: str, target: str, message: object, deliver: Callable[[], None]) -> None:
         """See `Network`."""
-        world, chance = self._world, self._chance
+        world, chance, profile = self._world, self._chance, self._profile
         fate, delay_s = chance.random(), 0.002 + 0.058 * chance.random()
         first_s, last_s = self._faulty_s
         if world.is_calm or not first_s <= world.now <= last_s:
@@ -45,16 +41,20 @@ class FaultyNetwork:
         if self._cut_until_s and self.is_cut(source, target):
             world.counts["messages cut off"] += 1
             return
-        if fate < self.drop_share:
+        if profile.faulty_messages and type(message).__name__ not in profile.faulty_messages:
+            world.after(delay_s, deliver)
+            return
+        if fate < profile.drop_share:
             world.counts["messages lost"] += 1
             world.note("   lost: {} {} → {}", message, source, target)
             return
-        fate -= self.drop_share
-        if fate < self.repeat_share:
+        fate -= profile.drop_share
+        if fate < profile.repeat_share:
             world.counts["messages repeated"] += 1
-            world.after(0.002 + 2.0 * chance.random(), deliver)
-        elif fate - self.repeat_share < self.slow_share:
-            delay_s = 0.1 + 4.0 * chance.random()
+            for _ in range(profile.repeats):
+                world.after(0.002 + profile.repeat_s * chance.random(), deliver)
+        elif fate - profile.repeat_share < profile.slow_share:
+            delay_s = 0.1 + profile.slow_s * chance.random()
             world.counts["messages late"] += 1
         world.after(delay_s, deliver)
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from eplb_service.control import Address, FromRank, Pulse, Registration, ToRank
+from eplb_service.coverage import unreachable
 from eplb_service.errors import ConflictError, EplbError, FencedError
 from eplb_service.generation import Generation
 from eplb_service.ids import Epoch, GenerationNumber
@@ -54,7 +55,7 @@ from eplb_service.rollout.machine import Rollout
 from eplb_service.store.base import Leadership
 from tests.sim.checkers import Checkers
 from tests.sim.model import DEPLOYMENT, Shape
-from tests.sim.store import LEASE_S, SimStore, StoreClient
+from tests.sim.store import SimStore, StoreClient
 from tests.sim.world import Clock, World
 
 SILENCE_S = 3.0
@@ -108,6 +109,7 @@ class PlannerProcess:
         self.world, self.shape, self.checkers, self.store, self.name = world, shape, checkers, store, name
         self.client, self.wires, self.chance, self.clock = client, wires, chance, clock
         self.is_alive = self.is_current = True
+        self.plan_s, self.cancel_share = 1.0, 0.2
         self.on_end: Callable[[], None] = lambda: None
         self.settings = SETTINGS
         self.finished: list[Finished] = []
@@ -142,6 +144,10 @@ class PlannerProcess:
         """Highest generation number that this process knows of."""
         return max(self.highest, self.rollout.generation_floor if self.rollout is not None else 0)
 
+    def taken(self) -> int:
+        """Highest generation number that it heard of as given, not those that it is about to give."""
+        return max(self.rollout.generation_floor if self.rollout is not None else 0, *self._known, 0)
+
     def _seek(self, floor: int) -> None:
         self.highest = self.floor()
         self.rollout = None
@@ -161,6 +167,7 @@ class PlannerProcess:
         self._known |= known
         self.highest = max(self.highest, *known, 0)
         self.epoch = leadership.epoch
+        self.checkers.leads(self.name, self.epoch)
         self.world.note("── {} leads with epoch {}", self.name, self.epoch)
         rollout = self.rollout = Rollout(self.epoch, self.settings, first_sequence=first_sequence(self._sequences))
         status = self.membership.status
@@ -182,7 +189,8 @@ class PlannerProcess:
                 self._fenced()
 
         self.world.after(
-            LEASE_S / 3, lambda: self.client.renew(leadership, answered) if self.is_alive and self.rollout is rollout else None
+            leadership.lease_s / 3,
+            lambda: self.client.renew(leadership, answered) if self.is_alive and self.rollout is rollout else None,
         )
 
     def _fenced(self) -> None:
@@ -287,7 +295,7 @@ class PlannerProcess:
     def _may_cancel(self, chance: random.Random) -> None:
         """An operator's cancel that races with the vote."""
         at_s, withdraw = 0.8 * chance.random(), chance.random() < 0.8
-        if chance.random() < 0.2 and not self.world.is_calm:
+        if chance.random() < self.cancel_share and not self.world.is_calm:
             self.world.after(at_s, lambda: self.cancel(withdraw=withdraw))
 
     def cancel(self, *, withdraw: bool) -> None:
@@ -300,7 +308,7 @@ class PlannerProcess:
         group = machine.group
         self.checkers.adopted(self.name, self.epoch, group.group_id if group else None, change.live, change.reason)
         if self.chance is not None:
-            self.world.after(self.chance.random(), self._plan)
+            self._plan_soon(self.chance)
 
     def _on_finished(self, finished: Finished) -> None:
         self.finished.append(finished)
@@ -310,7 +318,7 @@ class PlannerProcess:
         if generation is not None and finished.outcome is not Outcome.NOT_STARTED:
             self._write_state(generation, finished.outcome)
         if self.chance is not None:
-            self.world.after(self.chance.random(), self._plan)
+            self._plan_soon(self.chance)
 
     # ── the store ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -322,14 +330,25 @@ class PlannerProcess:
         live = rollout.live
         if rollout.state is not RolloutState.IDLE or live is None:
             return
+        group = rollout.group
+        restorable = group is not None and group.restorers == frozenset(group.rank_ids)
+        if not restorable and unreachable(live.placement):
+            return  # nothing is planned before the engine has them again
         newest = max(self.floor(), max(self._known, default=0))
         digest, state = self._known.get(newest, ("", ""))
-        if state in ("published", "rolling") and digest in self.store.contents and chance.random() < 0.6:
+        stored = self.store.contents.get(digest)
+        is_ours = stored is not None and stored.placement.tables[0].rank_ids == live.placement.tables[0].rank_ids
+        is_ours = is_ours and not unreachable(live.placement)
+        if state in ("published", "rolling") and is_ours and chance.random() < 0.6:
             self.world.counts["continued"] += 1
             self._contents[newest] = self.store.contents[digest]
             self.feed(Start(self._contents[newest]))
         else:
             self.publish(self.shape.random_target(live, chance))
+
+    def _plan_soon(self, chance: random.Random) -> None:
+        longest_s = 1.0 if self.world.is_calm else self.plan_s
+        self.world.after(longest_s * chance.random(), self._plan)
 
     def publish(self, target: Placement) -> None:
         """Store a new generation, then roll it out."""
@@ -342,7 +361,7 @@ class PlannerProcess:
         puts = {f"generation/{generation.number}": f"{generation.digest}|published".encode()}
 
         def applied() -> None:
-            self.checkers.published(generation)
+            self.checkers.published(generation, overwrites=self.store.overwrote)
             self.store.contents[generation.digest] = generation
 
         def stored(answer: dict[str, int] | EplbError) -> None:

@@ -11,7 +11,7 @@ from agent.hook.chunk import ChunkMachine
 from eplb_service.control import Address, FromRank, LiveLayer
 from eplb_service.generation import live_digest
 from eplb_service.ids import LayerRef
-from tests.sim.model import LAYERS
+from tests.sim.model import LAYERS, Shape
 from tests.sim.world import Clock
 
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ class Wires(Protocol):
     def formed(self) -> None:
         """A new life of the engine began."""
 
+    def formed_again(self, rank: Rank) -> None:
+        """A rank goes on in another group: it registers anew."""
+
     def gone(self, address: Address) -> None:
         """A rank's process ended."""
 
@@ -36,9 +39,12 @@ class Rank:
     """One rank: its machine, and what its device really holds and routes by.
 
     cast: boundary and id of a vote whose outcome it does not know. is_cut_off: that vote will not be told to it any more.
+    is_new: it joins, and was in no group yet. is_forming: it takes part in a forming that did not end here yet.
+    is_standing: it runs no step until the group formed again. shape: of the group that it is in. formings: how many led there.
     ready: its step is through and it may pass the next boundary. backlog: what arrived while its process was stopped.
     """
 
+    shape: Shape
     position: int
     address: Address
     machine: ChunkMachine
@@ -52,6 +58,10 @@ class Rank:
     is_leaving: bool = False
     is_voter_off: bool = False
     is_cut_off: bool = False
+    is_forming: bool = False
+    is_new: bool = False
+    is_standing: bool = False
+    formings: int = 0
     weights_version: int = 1
     cast: tuple[int, int] | None = None
     backlog: list[hook.Event] = field(default_factory=list)

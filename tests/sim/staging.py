@@ -21,10 +21,11 @@ class CopyFaults:
     """What copies meet. Shares of chunks; chance None: a script ends every copy and says how."""
 
     chance: random.Random | None = None
-    fail_share: float = 0.06
-    corrupt_share: float = 0.04
-    memory_share: float = 0.03
-    slow_share: float = 0.1
+    fail_share: float = 0.0
+    corrupt_share: float = 0.0
+    memory_share: float = 0.0
+    slow_share: float = 0.0
+    quiesce_s: float = 0.5
     next_corrupt: set[int] = field(default_factory=set)
     """Positions of ranks whose next copy brings other bytes."""
 
@@ -88,14 +89,17 @@ class StagingWorker:
         if job.is_over:
             return
         copy = job.copies[region]
-        source = self._rank_of(copy.source_rank)
-        if source.is_stopped or source.is_dead:
+        source = None if copy.is_from_backup else self._rank_of(copy.source_rank)
+        if source is not None and (source.is_stopped or source.is_dead):
             job.lost_peer = True
         is_corrupt = job.is_corrupt and region == 0
         self.buffer[region] = GARBAGE if is_corrupt else self._sent(job.stage, copy)
 
     def _sent(self, stage: Stage, copy: Copy) -> int:
         """What the source sends: of a live slot, or what an earlier copy brought it (for which it waits)."""
+        if copy.is_from_backup:
+            self._engine.world.counts["copies from backups"] += 1
+            return weights_of(copy.expert, stage.weights_version)
         if not copy.is_relay:
             return self._rank_of(copy.source_rank).slots[copy.layer][copy.source_slot]
         first = stage.copies[copy.relay_of]
@@ -110,7 +114,7 @@ class StagingWorker:
         return self.buffer.get(job.copies.index(copy))
 
     def _rank_of(self, rank_id: RankId) -> Rank:
-        return self._engine.ranks[self._engine.shape.rank_ids.index(rank_id)]
+        return self._engine.known[rank_id]
 
     def cancel(self, chunk: ChunkId) -> None:
         """Its copy ends soon, and with it the last write to the buffer."""
@@ -118,7 +122,10 @@ class StagingWorker:
         if job is not None and job.stage.chunk_id == chunk:
             job.is_cancelled = True
             if self._faults.chance is not None:
-                self._engine.later(0.5 * self._faults.chance.random(), lambda: self._end(job, "withdrawn while it was copied"))
+                last_s = 0.5 if self._engine.world.is_calm else self._faults.quiesce_s
+                self._engine.later(
+                    last_s * self._faults.chance.random(), lambda: self._end(job, "withdrawn while it was copied")
+                )
 
     def release(self) -> None:
         """What is staged is not needed any more."""

@@ -28,7 +28,10 @@ class SimStore:
         self.world = world
         self.clock = Clock(world)
         self.is_away = False
+        self.lease_s = LEASE_S
         self.state = DeploymentState()
+        self.overwrote = False
+        """Whether a generation that the last write named was there before."""
         self.contents: dict[str, Generation] = {}
         self._saved: DeploymentState | None = None
 
@@ -93,8 +96,8 @@ class StoreClient:
 
         def run() -> Leadership:
             state, now_s = self._store.state, self._store.clock.now()
-            epoch = state.lead(owner=owner, lease_s=LEASE_S, floor=floor, write_id=write_id, now_s=now_s)
-            return Leadership(deployment=DEPLOYMENT, epoch=epoch, owner=owner, lease_s=LEASE_S)
+            epoch = state.lead(owner=owner, lease_s=self._store.lease_s, floor=floor, write_id=write_id, now_s=now_s)
+            return Leadership(deployment=DEPLOYMENT, epoch=epoch, owner=owner, lease_s=self._store.lease_s)
 
         self._call("lead", run, done)
 
@@ -115,6 +118,8 @@ class StoreClient:
         write = Write(write_id=self._new_id(), epoch=epoch, puts=puts, expects=expects or {})
 
         def run() -> dict[str, int]:
+            known = self._store.generations()
+            self._store.overwrote = any(f"generation/{number}" in puts for number in known)
             versions = self._store.state.write(write)
             on_applied()
             return versions

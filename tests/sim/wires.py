@@ -54,20 +54,25 @@ class StraightWires:
 
     def say(self, rank: Rank, message: FromRank) -> None:
         """See `Wires`."""
-        node = self._engine.shape.node_of(rank.position)
+        node = self._engine.shape.node_of(rank.address.rank_id)
         for planner in self._planners:
             if planner.is_alive:
                 self._network.send(node, planner.name, message, partial(_hear, planner, message))
 
     def order(self, planner: PlannerProcess, message: ToRank) -> None:
         """See `ToRanks`."""
-        node = self._engine.shape.node_of(self._engine.shape.rank_ids.index(message.to.rank_id))
+        node = self._engine.shape.node_of(message.to.rank_id)
         self._network.send(planner.name, node, message, lambda: self._engine.receive(message))
 
     def formed(self) -> None:
         """All planners meet the ranks of a new life."""
         for planner in self._planners:
             self.met_by(planner)
+
+    def formed_again(self, rank: Rank) -> None:
+        """See `Wires`."""
+        for planner in self._planners:
+            self._world.after(0.5 * self._chance.random(), partial(self._meet, planner, rank.address))
 
     def met_by(self, planner: PlannerProcess) -> None:
         """A planner leads."""
@@ -181,7 +186,7 @@ class AgentWires:
         clock = Clock(self.world, offset_s=1000 * self.chance.random(), rate=self.chance.choice([0.9, 1.0, 1.1]))
         self.agents[node] = AgentProcess(self, node, clock)
         for rank in self.engine.ranks:
-            if self.engine.shape.node_of(rank.position) == node:
+            if self.engine.shape.node_of(rank.address.rank_id) == node:
                 self._connect_soon(rank)
 
     def kill_agent(self, node: str) -> None:
@@ -200,6 +205,15 @@ class AgentWires:
         for rank in self.engine.ranks:
             self._connect_soon(rank)
 
+    def formed_again(self, rank: Rank) -> None:
+        """See `Wires`: a hook that is linked says anew what it is."""
+        linked, registration = self._link_of.get(rank), self.engine.registration_of(rank.address)
+        if linked is None or registration is None:
+            self._connect_soon(rank)
+        else:
+            agent, link = linked
+            self.world.after(0.002, lambda: agent.handle(HookSaid(link, registration)) if link in agent.links else None)
+
     def gone(self, address: Address) -> None:
         """The process of a rank ended: its link is closed."""
         for rank, (agent, link) in list(self._link_of.items()):
@@ -211,7 +225,7 @@ class AgentWires:
         self.world.after(0.01 + 0.3 * self.chance.random(), partial(self._connect, rank))
 
     def _connect(self, rank: Rank) -> None:
-        agent = self.agents[self.engine.shape.node_of(rank.position)]
+        agent = self.agents[self.engine.shape.node_of(rank.address.rank_id)]
         registration = self.engine.registration_of(rank.address)
         if registration is None or rank.is_dead or rank in self._link_of:
             return
