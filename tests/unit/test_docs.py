@@ -29,7 +29,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
     """Words after `eplb` of every command line: in code blocks, and in `code` that has more than a command's name."""
     blocks = re.findall(r"^```[^\n]*\n(.*?)^```", text.replace("\\\n", " "), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    prose = without_blocks(text)
     lines += [code.replace("\n", " ") for code in re.findall(r"`(eplb [^`]+)`", prose)]
     for line in lines:
         found = re.match(r"(?:\$ |.* -- |.* exec \S+ )?(?:\w+=\S+ )*eplb ((?!:)\S.*)", line.strip())
@@ -95,14 +95,52 @@ def test_command_lines_of_the_demo_ranks_parse() -> None:
         ranks.make_context("ranks", shlex.split(line)[3:])
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, ROOT / "examples" / "tiny_moe" / "README.md"], ids=lambda page: page.parent.name + "/" + page.name
-)
-def test_every_relative_link_leads_to_a_file(page: Path) -> None:
-    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    targets = [target for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", prose) if "://" not in target]
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert missing == []
+def anchors_of(text: str) -> set[str]:
+    """What links may name in a page: its headings, as GitHub makes anchors of them; equal ones are numbered."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.*)$", without_blocks(text), re.MULTILINE):
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+        name = re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+        number = sum(re.fullmatch(rf"{re.escape(name)}(-\d+)?", other) is not None for other in found)
+        found.add(f"{name}-{number}" if number else name)
+    return found
+
+
+def without_blocks(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    """Links, and pictures, of a page in a folder that lead to no file, or to no heading of a page."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_blocks(text)):
+        name, _, anchor = link.partition("#")
+        file = folder / name
+        if "://" in link or (name and file.exists() and not anchor):
+            continue
+        target = text if not name else file.read_text() if file.suffix == ".md" and file.exists() else ""
+        if anchor not in anchors_of(target):
+            broken.append(link)
+    return broken
+
+
+FOLDERS = ("docs", "deploy", "examples", "tests", "benchmarks")
+ALL_PAGES = [*sorted(ROOT.glob("*.md")), *(page for folder in FOLDERS for page in sorted((ROOT / folder).rglob("*.md")))]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=[str(page.relative_to(ROOT)) for page in ALL_PAGES])
+def test_every_relative_link_leads_to_a_file_and_a_heading(page: Path) -> None:
+    assert broken_links(page.read_text(), page.parent) == []
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "other.md").write_text("# One `thing`, and more\n## Twice\n## Twice\n```\n# no heading\n```\n")
+    (tmp_path / "a.png").touch()
+    good = "[a](other.md) [b](other.md#one-thing-and-more) [c](other.md#twice-1) ![d](a.png) [e](https://x.y/z#w) [f](#here)\n"
+    assert broken_links(good + "## Here\n", tmp_path) == []
+    bad = ["none.md", "other.md#no-heading", "other.md#twice-2", "#there", "a.png#x", "none.md#x"]
+    assert broken_links(" ".join(f"[x]({link})" for link in bad), tmp_path) == bad
 
 
 def test_table_of_the_hooks_variables_is_complete_and_its_defaults_are_true() -> None:
