@@ -21,8 +21,10 @@ HAPPENS = (
     "checksums wrong",
     "chunk.aborted",
     "continued",
+    "copies from backups",
     "copies failed",
     "finished stopped",
+    "groups formed again",
     "idle spells",
     "messages cut off",
     "messages late",
@@ -50,6 +52,7 @@ def test_invariants_hold_and_everything_resolves_under_faults() -> None:
     assert counts["flips of ranks"] > 3 * NUM_SEEDS
     assert counts["finished active"] > NUM_SEEDS
     assert counts["live maps checked"] > NUM_SEEDS
+    assert counts["flipped as the group formed"] > NUM_SEEDS // 200
     for happened in HAPPENS:
         assert counts[happened] > NUM_SEEDS // 40, f"{happened}: {counts[happened]} in {NUM_SEEDS} seeds"
 
