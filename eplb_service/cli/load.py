@@ -94,8 +94,8 @@ def convert(file: Path, out: Path, load_format: str | None, windows: int | None)
 
 
 def _facts(recording: LoadRecording) -> list[tuple[str, str]]:
-    from eplb_service.ids import ids_text  # noqa: PLC0415
     from eplb_service.formats.recording import left_out_text  # noqa: PLC0415
+    from eplb_service.ids import ids_text  # noqa: PLC0415
 
     windows, num_layers, experts = recording.loads.shape
     per_layer = recording.loads.sum(axis=(0, 2))

@@ -46,12 +46,15 @@ class SlowEvent:
     def hold_current_stream(self) -> None:
         raise AssertionError("nothing to hold here")
 
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        raise AssertionError("nothing is timed here")
+
 
 class SlowStreams(HostStreams):
     def __init__(self) -> None:
         self.events: list[SlowEvent] = []
 
-    def record(self) -> DeviceEvent:
+    def record(self, *, timed: bool = False) -> DeviceEvent:
         self.events.append(SlowEvent())
         return self.events[-1]
 
