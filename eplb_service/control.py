@@ -343,7 +343,10 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flipped:
-    """The chunk is live here. boundary: the step boundary of the flip, the same on every rank. digests: of its layers."""
+    """The chunk is live here. digests: of its layers.
+
+    boundary: the step boundary of the flip, the same on every rank; 0 = before any step, as the group formed again.
+    """
 
     sender: Address
     chunk_id: ChunkId

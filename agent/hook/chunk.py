@@ -441,7 +441,7 @@ class ChunkMachine:
 
     def _on_group_formed(self, event: GroupFormed, _now: float) -> None:
         if event.flips and self._state in (ChunkState.UNRESOLVED, ChunkState.COMMITTED) and not self._stale_weights:
-            self._state, self._flip_boundary = ChunkState.FLIPPING, event.boundary
+            self._state, self._flip_boundary = ChunkState.FLIPPING, 0  # others flipped at a boundary that is not this rank's
             self._out.append(Flip(self._opened, event.boundary))
         elif not event.flips and self._state is ChunkState.UNRESOLVED:
             self._ledger.close(self.open_id)

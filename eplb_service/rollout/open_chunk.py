@@ -265,7 +265,7 @@ class OpenChunk:
 
     def _on_flipped(self, message: Flipped, _now: float) -> None:
         self.stall_s = max(message.stall_s, self.stall_s or 0.0)
-        self._take_flip(message.sender.rank_id, message.boundary, dict(message.digests))
+        self._take_flip(message.sender.rank_id, message.boundary or None, dict(message.digests))
 
     def _on_flipped_unasked(self, message: Flipped, _now: float) -> None:
         self._contradict(AlarmCode.FLIP_UNASKED, f"rank {message.sender.rank_id} flipped {self._name}, which was never armed")
