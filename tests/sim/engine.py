@@ -420,7 +420,9 @@ class Engine:
             return
         (boundary, chunk), rank.cast = rank.cast, None
         votes = self._votes.get((rank.address.group_id, boundary), {})
-        if len(votes) < rank.shape.num_ranks and (self.forming is not None or any(peer.is_dead for peer in self.ranks)):
+        if len(votes) < rank.shape.num_ranks and (
+            self.forming is not None or any(peer.is_dead or peer.is_standing for peer in self.ranks)
+        ):
             rank.is_cut_off = True  # whoever died or left before it voted leaves the others without an answer
         outcome, detail = hook.Outcome.UNKNOWN, "no answer in time"
         if len(votes) == rank.shape.num_ranks and not rank.is_cut_off:
