@@ -244,4 +244,4 @@ def test_a_rank_in_another_group_connects_again_at_once_and_says_who_it_is_now(
                 assert isinstance(receive(second), Registration)
                 bench.owner.until(partial(_attached, bench, 2))
                 assert first.recv(1) == b""  # the one before is closed, not left beside it
-    assert caplog.records == []
+                assert caplog.records == []
