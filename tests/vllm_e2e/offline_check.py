@@ -66,7 +66,7 @@ def _without_planner(run: _Run, traffic: Sequence[Batch]) -> None:
             raise CheckError(f"without a planner the engine was answered {asked.answer}")
     run.say(f"    answered: {run.service.asked[-1].answer.reason}")  # type: ignore[union-attr]
     run.service.restart_planner()
-    run.counted_by_planner = True
+    run.counted_by_planner, run.num_heard = True, 0
     run.say("  planner started again")
 
 
@@ -101,6 +101,7 @@ class _Run:
     tape: list[Int64Array] = field(default_factory=list)
     num_batches: int = 0
     num_moves: int = 0
+    num_heard: int = 0
     _digests: list[dict[int, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -186,7 +187,7 @@ class _Run:
         self.num_moves += changed > 0
         self._check_question(asked.question, before)
         if self.counted_by_planner:
-            self._check_planner(asked.question)
+            self._check_planner(asked)
         if not changed:
             self._check_ranks()
         measured = checks.imbalance(self.views[0].slot_loads, NUM_RANKS)
@@ -205,10 +206,21 @@ class _Run:
             wrong = ", ".join(what for what, fine in right.items() if not fine)
             raise CheckError(f"{self._title}: of the question {wrong} is wrong: {question}")
 
-    def _check_planner(self, question: AdviceRequest) -> None:
-        """What the planner made of the question: its load by rank, under the map that it came with."""
+    def _check_planner(self, asked: Asked) -> None:
+        """What the planner made of the question: its load by rank, under the map that it came with.
+
+        One that was just started again may not be reached by the agent process yet: then that is what the answer says.
+        """
+        status, question = self.service.status(), asked.question
+        heard = sum(status.advised.answers.values())
+        was_heard, self.num_heard = heard > self.num_heard, heard
+        if not was_heard:
+            if asked.answer is None or asked.answer.move or "planner" not in asked.answer.reason:
+                raise CheckError(f"{self._title}: the planner was not asked, and the answer does not say so: {asked.answer}")
+            self.say(f"    not heard by the planner: {asked.answer.reason[:150]}")
+            return
         wanted = loads_of_ranks(question.load, question.current)
-        found = array_of(self.service.status().rank_loads, "<f4")
+        found = array_of(status.rank_loads, "<f4")
         if found.shape != wanted.shape or not np.allclose(found, wanted, rtol=1e-5):
             raise CountsDifferError(
                 f"{self._title}: by the planner the ranks have {found.tolist()}, by the question {wanted.tolist()}"
