@@ -105,7 +105,6 @@ class Service:
                 planning=config.planning,
                 deadline_s=config.solver.deadline_s,
                 layers_per_chunk_max=config.rollout.layers_per_chunk_max,
-                commit_stall_ms_max=config.rollout.commit_stall_ms_max,
             ),
             metrics=self.metrics,
             clock=SystemClock(),

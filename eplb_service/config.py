@@ -299,7 +299,7 @@ class ServeConfig:
     def given_costs(self) -> GivenCosts:
         """For `costs.cost_model`."""
         given = {part.name: getattr(self.cost, part.name) for part in fields(CostSettings)}
-        most_s = self.rollout.commit_stall_ms_max / 1e3 or None
+        most_s = self.rollout_settings().commit_stall_s_max
         return GivenCosts(**given, throttle=self.transfer.throttle(), commit_stall_s_max=most_s)
 
     def rollout_settings(self) -> RolloutSettings:

@@ -127,9 +127,9 @@ class Stalls:
         return fit_stalls([(size, self.chunks[chunk]) for chunk, size in self.staged_bytes.items() if chunk in self.chunks])
 
 
-def flip_bytes_max(model: StallModel, limit_ms: float) -> int | None:
-    """For `plan_chunks`; None = no limit. limit_ms: `rollout.commit_stall_ms_max`, 0 = none."""
-    return model.bytes_within(limit_ms / 1e3) if limit_ms > 0 else None
+def flip_bytes_max(model: StallModel, limit_s: float | None) -> int | None:
+    """For `plan_chunks`; None = no limit."""
+    return None if limit_s is None else model.bytes_within(limit_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from agent.hook.regroup import Agreement
 from agent.hook.routing import write_tables
 from agent.hook.stager import Stager
 from agent.hook.startup import EngineFacts, Meeting, gather
-from agent.transfer.gloo import GlooGroup, Store, first_line
+from agent.transfer.gloo import GlooGroup, Store
 from agent.transfer.streams import Streams
 from eplb_service.errors import ConflictError
 from eplb_service.failpoints import reach
@@ -48,42 +48,24 @@ def come_in(
     Raises EnvironmentFault when this rank must not serve on, as DeadlineError when a rank did not come in time. The others are
     told what failed here, rather than wait for this rank.
     """
-    try:
-        return _come_in(
-            forming, facts, config=config, streams=streams, weights_version=weights_version, flip=flip, staging=staging
-        )
-    except Exception as error:
-        forming.give_up(first_line(error))
-        raise
-
-
-def _come_in(
-    forming: Forming,
-    facts: EngineFacts,
-    *,
-    config: HookConfig,
-    streams: Streams,
-    weights_version: int,
-    flip: Callable[[Agreement], str],
-    staging: Callable[[Store], Stager | str],
-) -> Entry:
-    shape = facts.shape
-    agreement = forming.agree(config.vote_period)
-    reach("hook.reform.agreed")
-    forming.done(flip(agreement))
-    live = forming.live(shape.layers, weighted=shape.weighted)
-    write_tables(live, facts.tables, shape.layers, width=shape.replica_table_width, device=facts.device, streams=streams)
-    stager = staging(forming.store)
-    problem = stager if isinstance(stager, str) else ""
-    mine = KnownExperts(weights_version) if isinstance(stager, str) else stager.known.of(weights_version)
-    known = forming.known(mine)
-    facts = replace(facts, live=live, problem=problem)
-    votes: GlooGroup | None = None
-    try:
-        votes = gather(forming.store, facts, config)
-    except ConflictError as error:
-        problem = str(error)
-    if not isinstance(stager, str) and not problem:
-        stager.form_again(shape, facts.description.nodes, forming.store, known, weights_version)
-    reach("hook.reform.gathered")
-    return Entry(facts=facts, agreement=agreement, meeting=Meeting(forming.store, votes, problem))
+    with forming.telling_of_failure():
+        shape = facts.shape
+        agreement = forming.agree(config.vote_period)
+        reach("hook.reform.agreed")
+        forming.done(flip(agreement))
+        live = forming.live(shape.layers, weighted=shape.weighted)
+        write_tables(live, facts.tables, shape.layers, width=shape.replica_table_width, device=facts.device, streams=streams)
+        stager = staging(forming.store)
+        problem = stager if isinstance(stager, str) else ""
+        mine = KnownExperts(weights_version) if isinstance(stager, str) else stager.known.of(weights_version)
+        known = forming.known(mine)
+        facts = replace(facts, live=live, problem=problem)
+        votes: GlooGroup | None = None
+        try:
+            votes = gather(forming.store, facts, config)
+        except ConflictError as error:
+            problem = str(error)
+        if not isinstance(stager, str) and not problem:
+            stager.form_again(shape, facts.description.nodes, forming.store, known, weights_version)
+        reach("hook.reform.gathered")
+        return Entry(facts=facts, agreement=agreement, meeting=Meeting(forming.store, votes, problem))

@@ -56,16 +56,15 @@ class Flipper:
         with self._lock:
             self._prepared = prepared
 
-    def flip(self, stage: Stage, boundary: int, *, capturing: bool, tables: bool = True) -> PreparedFlip:
+    def flip(self, stage: Stage, boundary: int, *, tables: bool = True) -> PreparedFlip:
         """Enqueue the flip on the compute stream. Raises FlipBrokenError when it cannot be, or broke half way.
 
         tables: write them too; not while the group forms again, which writes those of the new one.
         """
         with self._lock:
             prepared = self._prepared
-        if prepared is None or capturing:
-            why = "a graph is being captured" if capturing else "nothing is staged for it"
-            raise FlipBrokenError(f"chunk {stage.chunk_id:#x} must flip at boundary {boundary}, but {why}")
+        if prepared is None:
+            raise FlipBrokenError(f"chunk {stage.chunk_id:#x} must flip at boundary {boundary}, but nothing is staged for it")
         reach("hook.flip.begin")
         facts = self._facts
         try:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -108,6 +108,15 @@ class Forming:
         with contextlib.suppress(DeadlineError):  # the rendezvous is gone: nobody can be told
             for topic in [topic for topic in _MISSING if topic not in self._told]:
                 self._say(topic, f"{_FAILED}{why}")
+
+    @contextlib.contextmanager
+    def telling_of_failure(self) -> Iterator[None]:
+        """Where the block fails, the others are told so, rather than wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            self.give_up(first_line(error))
+            raise
 
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -129,8 +129,6 @@ class Hook:
         if not problem:
             try:
                 self._stager = self._make_stager(self._facts, meeting.store)
-                with self._streams.on_compute_stream():
-                    self._stager.weights_written(self._streams.record())
                 self._stager.start(self._weights_version, {layer: live.row for layer, live in self._facts.live.items()})
             except (EnvironmentFault, ConflictError) as error:
                 self._stager, problem = None, str(error)
@@ -257,11 +255,10 @@ class Hook:
         self._dispatch(ev.VoteDue(boundary))
 
     def _look_at_weights(self, *, capturing: bool) -> None:
-        """A new version: what the stager reads next must come after whatever wrote the weights on the compute stream."""
+        """A new version of the weights was written on the compute stream."""
         version = self._port.weights_version()
         if version != self._weights_version and self._stager is not None and not capturing:
-            with self._streams.on_compute_stream():
-                self._stager.weights_written(self._streams.record())
+            self._note_weights(self._stager)
         self._weights_version = version
 
     def _on_failure(self, error: Exception) -> None:
@@ -341,7 +338,7 @@ class Hook:
             self._put_off = effect
             return
         try:
-            prepared = self._flipper.flip(effect.stage, effect.boundary, capturing=capturing, tables=self._forming is None)
+            prepared = self._flipper.flip(effect.stage, effect.boundary, tables=self._forming is None)
         except FlipBrokenError as error:
             logger.exception("hook.flip failed")
             self._standstill.stop(str(error), for_good=True)
@@ -425,8 +422,6 @@ class Hook:
             return (self._is_member and self._off.of(START)) or facts.problem or "it observes only"
         try:
             self._stager = self._make_stager(facts, store)
-            with self._streams.on_compute_stream():
-                self._stager.weights_written(self._streams.record())
         except EnvironmentFault as error:
             return str(error)
         return self._stager
@@ -563,9 +558,14 @@ class Hook:
 
     # ── small parts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _note_weights(self, stager: Stager) -> None:
+        """What the stager reads next comes after whatever wrote the weights on the compute stream."""
+        with self._streams.on_compute_stream():
+            stager.weights_written(self._streams.record())
+
     def _make_stager(self, facts: EngineFacts, store: Store | None) -> Stager:
         config = self._config
-        return Stager(
+        stager = Stager(
             shape=facts.shape,
             nodes=facts.description.nodes,
             weights=Weights(tensors=facts.tensors, layouts=facts.layouts, device=facts.device),
@@ -579,6 +579,8 @@ class Hook:
             sources=self._sources,
             on_end=self._on_staging_end,
         )
+        self._note_weights(stager)
+        return stager
 
     def _pulse(self, *, idle: bool) -> Pulse:
         with self._lock:

@@ -27,7 +27,7 @@ from agent.hook.reform import NotServed, Reformed, Standing, decide, standing_of
 from agent.hook.stage_check import LayerShape
 from eplb_service.control import Address, LiveLayer
 from eplb_service.errors import InvalidInputError
-from eplb_service.generation import AS_LOADED, live_digest
+from eplb_service.generation import live_digest
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, GroupId, LayerRef, RankId
 from eplb_service.placement import EMPTY_SLOT, row_digest
 from eplb_service.replica_shares import Float32Array, as_array, as_values, even_shares
@@ -253,19 +253,3 @@ def ledger_after(
     )
     ledger.remember(agreement.flipped_id, before)
     return ledger
-
-
-def live_of_a_rank_that_joins(layers: Layers, group: Sequence[RankId], *, weighted: bool) -> dict[LayerRef, LiveLayer]:
-    """What is known of the map before the others tell it: nothing, every slot is empty."""
-    live = {}
-    for layer, shape in layers.items():
-        row = np.full(shape.slots * len(group), EMPTY_SLOT, np.int32)
-        shares = np.zeros(row.size, np.float32) if weighted else None
-        live[layer] = LiveLayer(
-            layer=layer,
-            generation=AS_LOADED,
-            digest=row_digest(layer, row, shares),
-            row=tuple(row.tolist()),
-            shares=as_values(shares),
-        )
-    return live

@@ -149,7 +149,7 @@ def proposer_for(given: Proposer, asker: Asker, group: Group, *, knows_steps: bo
     elif not knows_steps and given.given.horizon_steps is None:
         unpriced = UNKNOWN_STEPS
     costs = GivenCosts() if unpriced else replace(given.given, commit_stall_s_max=None)
-    own = replace(given, planning=planning, given=costs, layers_per_chunk_max=None, commit_stall_ms_max=0.0, fill_slots=True)
+    own = replace(given, planning=planning, given=costs, layers_per_chunk_max=None, fill_slots=True)
     return own, unpriced
 
 

@@ -220,7 +220,6 @@ class Proposer:
     planning: PlanningConfig
     deadline_s: float
     layers_per_chunk_max: int | None = None
-    commit_stall_ms_max: float = 0.0
     fill_slots: bool = False
 
     async def propose(
@@ -361,7 +360,7 @@ class Proposer:
         known: Known,
     ) -> TableEvidence:
         points = points_of(proposal, problem.current)
-        most, forecast = flip_bytes_max(known.measured.stalls, self.commit_stall_ms_max), known.forecast
+        most, forecast = flip_bytes_max(known.measured.stalls, self.given.commit_stall_s_max), known.forecast
         flips = [
             count_chunks(
                 problem.current,

@@ -264,6 +264,11 @@ class RolloutSettings:
     commit_stall_ms_max: float = 10.0
     throttle: Throttle = NO_THROTTLE
 
+    @property
+    def commit_stall_s_max(self) -> float | None:
+        """How long a flip may hold up steps, seconds; None = no limit."""
+        return self.commit_stall_ms_max / 1e3 or None
+
     def stage_seconds(self, bytes_in_a_row: int) -> float:
         """Longest time to stage a chunk (`Traffic.bytes_in_a_row`) as slowly as the throttle asks for."""
         return self.throttle.seconds(bytes_in_a_row, unthrottled_s=self.stage_timeout_s)

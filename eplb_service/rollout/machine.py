@@ -349,7 +349,7 @@ class Rollout:
                 live=live,
                 generation_floor=self._generation_floor,
                 layers_per_chunk_max=self.settings.layers_per_chunk_max,
-                flip_bytes_max=flip_bytes_max(event.stalls, self.settings.commit_stall_ms_max),
+                flip_bytes_max=flip_bytes_max(event.stalls, self.settings.commit_stall_s_max),
             )
         except InvalidInputError as error:
             self._answer_start(event, Outcome.NOT_STARTED, str(error))

@@ -85,7 +85,7 @@ class Run:
         self._stalls = stalls
         self._stall = FlipStall(
             expected_s=max(stalls.seconds(max(chunk.staged_bytes)) for chunk in chunks),
-            limit_s=settings.commit_stall_ms_max / 1e3 or None,
+            limit_s=settings.commit_stall_s_max,
         )
         self._generation_floor = generation_floor
         self._token = token

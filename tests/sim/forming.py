@@ -17,6 +17,7 @@ from agent.hook.reform import NotServed
 from agent.hook.regroup import Account, Agreement, Regrouping
 from eplb_service.control import Address
 from eplb_service.ids import GroupId, RankId
+from tests.empty_map import live_of_a_rank_that_joins
 from tests.sim.model import Shape
 from tests.sim.rank import Rank
 
@@ -161,5 +162,5 @@ def boundary_of(agreement: Agreement, _rank: Rank) -> int:
 def joining_machine(address: Address, shape: Shape, weights_version: int) -> ChunkMachine:
     """Of a rank whose slots are empty, before the others told it the map."""
     rank_shape = shape.rank_shape(address.rank_id)
-    live = regroup.live_of_a_rank_that_joins(rank_shape.layers, shape.rank_ids, weighted=shape.is_weighted)
+    live = live_of_a_rank_that_joins(rank_shape.layers, shape.rank_ids, weighted=shape.is_weighted)
     return ChunkMachine(address, rank_shape, live, weights_version=weights_version, off_reason="")

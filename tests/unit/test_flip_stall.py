@@ -89,8 +89,8 @@ def test_where_a_flip_takes_the_whole_limit_by_itself_chunks_are_not_cut_to_noth
 
 
 def test_no_limit_is_none() -> None:
-    assert flip_bytes_max(ASSUMED, 0.0) is None
-    assert flip_bytes_max(ASSUMED, 1.0) == 10 * MB
+    assert flip_bytes_max(ASSUMED, None) is None
+    assert flip_bytes_max(ASSUMED, 0.001) == 10 * MB
 
 
 def test_flips_are_kept_with_their_bytes_by_chunk_and_the_oldest_go() -> None:

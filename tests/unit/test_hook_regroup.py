@@ -23,7 +23,6 @@ from agent.hook.regroup import (
     agree,
     ledger_after,
     live_after,
-    live_of_a_rank_that_joins,
     routed_digest,
     row_after,
     uncovered,
@@ -33,6 +32,7 @@ from eplb_service.control import Address, Arm, Disarm, Flipped, Hello, Live, Liv
 from eplb_service.errors import BrokenInvariantError, InvalidInputError
 from eplb_service.ids import ChunkId, Epoch, GenerationNumber, GroupId, Incarnation, LayerRef, RankId, chunk_id
 from eplb_service.placement import row_digest
+from tests.empty_map import live_of_a_rank_that_joins
 from tests.unit.hook_chunk_parts import LAYER, NUM_LOGICAL, OTHER, RANKS, ROW, SLOTS, address, done, machine, sent, shape, stage
 from tests.unit.test_hook_reform import CHUNK, PERIOD, Seen, rank_that_saw, stories, survivors_of
 
