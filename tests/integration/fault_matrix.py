@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from eplb_service.cli.generations import state_text
-from tests.integration.fault_fleet import POINTS, Fault, FaultFleet, Part, Phase
+from tests.integration.fault_fleet import Fault, FaultFleet, Part, Phase
+from tests.integration.fault_lines import brought_to, check_nothing_left_behind, how_it_ended, told
 from tests.integration.fault_points import Hold
 from tests.integration.whole_fleet import HELD_POSITION
 
@@ -91,44 +91,27 @@ def service_cell(part: Part, fault: Fault, phase: Phase) -> Cell:
 
 def try_cell(fleet: FaultFleet, cell: Cell) -> str:
     """Run one line; returns how its generation ended, empty when there was none. Raises AssertionError that tells the line."""
-    try:
+    with told(cell.told()):
         return _try(fleet, cell)
-    except AssertionError as error:
-        raise AssertionError(f"{cell.told()}\n{error}") from error
 
 
 def _try(fleet: FaultFleet, cell: Cell) -> str:
     fleet.until_ready()
-    number, hold = 0, None
-    if cell.phase is not Phase.IDLE:
-        hold = fleet.holds[POINTS[cell.phase]]
-        hold.shut()
-    try:
-        if hold is not None:
-            number = fleet.order_another()
-            fleet.until(lambda: hold.reached, f"generation {number} to come to {hold.point}")
+    with brought_to(fleet, cell.phase) as (number, hold):
         end = fleet.strike(cell.part, cell.fault)
         if cell.part is Part.RANK:
             _under_a_fault_of_a_rank(fleet, cell, hold)
         else:
             _under_a_fault_of_the_service(fleet, cell, hold, number)
         end()
-    finally:
-        if hold is not None:
-            hold.open()
     if cell.part is Part.RANK:
         _after_a_fault_of_a_rank(fleet, cell)
-    ended = ""
-    if number:
-        view = fleet.until_over(number)
-        ended = state_text(view.state)
-        assert ended in cell.ends, f"generation {number} ended {ended}: {view.stop_reason}"
-        assert ended != "stopped" or view.stop_reason, f"generation {number} stopped without a reason"
+    ended, why = how_it_ended(fleet, number)
+    assert not number or ended in cell.ends, f"generation {number} ended {ended}: {why}"
     fleet.until_ready()
     fleet.settle()
     fleet.prove_life_once()
-    left = fleet.left_behind()
-    assert not left, f"left behind: {left}"
+    check_nothing_left_behind(fleet)
     return ended
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 WAIT_S = 30.0
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def kill_now(pid: int) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from eplb_service.cli.generations import state_text
 from examples.tiny_moe.text import KINDS
 from tests.integration.fault_checks import NUM_EXPERTS
-from tests.integration.fault_fleet import POINTS, STEP_TIMEOUT_S, Fault, FaultFleet, Part, Phase
+from tests.integration.fault_fleet import STEP_TIMEOUT_S, Fault, FaultFleet, Part, Phase
+from tests.integration.fault_lines import brought_to, check_nothing_left_behind, how_it_ended, told
 from tests.integration.fault_matrix import TOKENS
 from tests.integration.surviving_fleet import SurvivingFleet
 
@@ -77,41 +77,25 @@ LOSSES = tuple(Loss(fault, phase) for fault in (Fault.KILL, Fault.STOP) for phas
 
 def try_loss(fleet: LosingFleet, loss: Loss) -> str:
     """Returns how the generation under way ended, empty when there was none. Raises AssertionError that tells the line."""
-    try:
+    with told(loss.told()):
         return _try(fleet, loss)
-    except AssertionError as error:
-        raise AssertionError(f"{loss.told()}\n{error}") from error
 
 
 def _try(fleet: LosingFleet, loss: Loss) -> str:
     fleet.until_ready()
-    number, hold, lost = 0, None, fleet.held_rank
+    lost = fleet.held_rank
     left = {rank: fleet.ranks.process(rank).pid for rank in fleet.group if rank != lost}
-    if loss.phase is not Phase.IDLE:
-        hold = fleet.holds[POINTS[loss.phase]]
-        hold.shut()
-    try:
-        if hold is not None:
-            number = fleet.order_another()
-            fleet.until(lambda: hold.reached, f"generation {number} to come to {hold.point}")
+    with brought_to(fleet, loss.phase) as (number, _):
         fleet.strike(Part.RANK, loss.fault)
-    finally:
-        if hold is not None:
-            hold.open()
     fleet.until_gone(lost)
     fleet.serve_tokens(TOKENS)
     fleet.until_ready()
     fleet.until(lambda: (status := fleet.status()) is not None and not status.unreachable, "every expert to be back")
-    ended = ""
-    if number:
-        view = fleet.until_over(number)
-        ended = state_text(view.state)
-        assert ended != "stopped" or view.stop_reason, f"generation {number} stopped without a reason"
+    ended, _ = how_it_ended(fleet, number)
     fleet.settle()
     assert {rank: fleet.ranks.process(rank).pid for rank in fleet.group} == left, "a rank that was left started again"
     fleet.bring_in(lost)
     fleet.until_ready()
     fleet.prove_life_once()
-    behind = fleet.left_behind()
-    assert not behind, f"left behind: {behind}"
+    check_nothing_left_behind(fleet)
     return ended

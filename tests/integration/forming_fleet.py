@@ -13,7 +13,7 @@ from typing import Any
 
 from agent.engine.port import EngineDescription
 from agent.engine.reference.launch import free_port
-from eplb_service.control import Armed, Committed, Stage, Staged
+from eplb_service.control import Armed, Committed, Flipped, Stage, Staged
 from eplb_service.ids import ChunkId, GenerationNumber, LayerRef, RankId, chunk_id
 from tests.integration.hook_fleet import (
     LAYERS,
@@ -214,6 +214,15 @@ class FormingFleet(Fleet):
         self.arm(chunk)
         self.expect(Armed, chunk)
         return chunk
+
+    def flipped_by_one(self, position: int, rows: Mapping[LayerRef, Sequence[int]]) -> None:
+        """A chunk whose vote passed, that one rank flips; the others never begin that step."""
+        chunk = self.armed(rows)
+        self.step(2)
+        self.agent.until(self.has_committed, "a passed vote on every rank")
+        self.step(1)
+        assert self.ask(position, "step", 1, False) == ""
+        self.expect(Flipped, chunk, 1)
 
     def flipped(self, rows: Mapping[LayerRef, Sequence[int]]) -> None:
         """What must be live by the next forming."""

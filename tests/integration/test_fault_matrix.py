@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration.fault_fleet import Fault, FaultFleet, Part, Phase
+from tests.integration.fault_lines import four_ranks
 from tests.integration.fault_matrix import Cell, table, try_cell
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
@@ -29,13 +30,8 @@ LINES = {str(cell): cell for cell in table()}
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[FaultFleet]:
     """Four ranks; started once, restarted where a line ends them."""
-    options = {"reconnect_max_s": 0.2, "pulse_period_s": 0.3, "vote_timeout_s": 6.0}
-    running = FaultFleet(rank_ids=(0, 1, 2, 3), in_flight=2, hook_options=options)
-    with running:
-        running.start_service()
+    with four_ranks(FaultFleet) as running:
         yield running
-        running.stop_ranks()
-    assert running.all_left() == []
 
 
 def try_it(fleet: FaultFleet, cell: Cell) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.fault_lines import four_ranks
 from tests.integration.fault_survivors import LOSSES, LosingFleet, Loss, try_loss
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(400)]
@@ -18,13 +19,8 @@ pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(400)]
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[LosingFleet]:
     """Four ranks; one is lost and replaced in each case."""
-    options = {"reconnect_max_s": 0.2, "pulse_period_s": 0.3, "vote_timeout_s": 6.0}
-    running = LosingFleet(rank_ids=(0, 1, 2, 3), in_flight=2, hook_options=options)
-    with running:
-        running.start_service()
+    with four_ranks(LosingFleet) as running:
         yield running
-        running.stop_ranks()
-    assert running.all_left() == []
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)

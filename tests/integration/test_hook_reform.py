@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from eplb_service.control import CAPABILITY_RESTORE, Committed, Flipped, Refused
+from eplb_service.control import CAPABILITY_RESTORE, Flipped, Refused
 from tests.integration.forming_fleet import FormingFleet
 from tests.integration.hook_fleet import LAYERS, wait_for
 
@@ -81,7 +81,7 @@ def _a_chunk_that_one_rank_flipped_is_flipped_by_all_that_are_left(fleet: Formin
     chunk = fleet.armed(rows)
     fleet.step(1 + (fleet.boundary + 1) % 2)
     assert fleet.boundary % 2 == 0  # all cast it
-    fleet.agent.until(lambda: len(fleet.agent.answers(Committed, chunk)) == 4, "a passed vote on every rank")
+    fleet.agent.until(fleet.has_committed, "a passed vote on every rank")
     fleet.step()
     fleet.lose(40)
     assert fleet.ask(0, "step", 1, False) == ""  # one flips; the others never begin this step
@@ -165,12 +165,7 @@ def test_a_passed_vote_stands_though_the_only_rank_that_flipped_is_lost(context:
     fleet = FormingFleet(context, folder, num_ranks=3)
     rows = fleet.turned()
     fleet.step(1)
-    chunk = fleet.armed(rows)
-    fleet.step(2)
-    fleet.agent.until(lambda: len(fleet.agent.answers(Committed, chunk)) == 3, "a passed vote on every rank")
-    fleet.step(1)
-    assert fleet.ask(0, "step", 1, False) == ""
-    fleet.expect(Flipped, chunk, 1)
+    fleet.flipped_by_one(0, rows)
     fleet.lose(10)
     fleet.flipped(rows)
     fleet.serves(20, 30)
@@ -189,12 +184,7 @@ def test_a_rank_that_is_lost_while_the_group_forms_is_named_and_the_others_form_
     )
     rows = fleet.turned()
     fleet.step(1)
-    chunk = fleet.armed(rows)
-    fleet.step(2)
-    fleet.agent.until(lambda: len(fleet.agent.answers(Committed, chunk)) == 4, "a passed vote on every rank")
-    fleet.step(1)
-    assert fleet.ask(1, "step", 1, False) == ""
-    fleet.expect(Flipped, chunk, 1)
+    fleet.flipped_by_one(1, rows)
     fleet.lose(10)
     said = fleet.form(20, 30, 40, silent=(40,))
     if point == "hook.reform.agreed":
@@ -244,7 +234,7 @@ def test_ranks_that_cannot_agree_do_not_serve_and_say_why(context: Context, fold
     rows = fleet.turned()
     chunk = fleet.armed(rows)
     fleet.step(1 + (fleet.boundary + 1) % 2)
-    fleet.agent.until(lambda: len(fleet.agent.answers(Committed, chunk)) == 4, "a passed vote on every rank")
+    fleet.agent.until(fleet.has_committed, "a passed vote on every rank")
     fleet.ask(2, "version", 1)  # its weights are others now, and cannot become those of the chunk
     said = fleet.form(10, 20, 30, 40)
     assert all(f"rank 30 has to flip chunk {chunk:#x}" in word for word in said.values()), said
