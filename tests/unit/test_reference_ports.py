@@ -31,7 +31,7 @@ def test_a_port_that_somebody_listens_on_is_passed_over_also_when_all_near_ones_
         for _ in range(launch._PORTS_OF_A_PROCESS + 5):
             port = free_port()
             listener = stack.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: connections may have just ended there
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
             listener.bind(("127.0.0.1", port))
             listener.listen()
             assert port not in taken
